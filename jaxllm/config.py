@@ -1,0 +1,103 @@
+"""The engine's options."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from jaxllm.errors import ConfigError
+from jaxllm.options import refuse_unknown_options
+
+DTYPES = ("bfloat16", "float32", "float16")
+_MINIMUMS = {
+    "max_model_len": 2,  # A prompt token and a new one.
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "page_size": 1,
+    "num_pages": 2,  # The null page and a real one.
+    "tensor_parallel_size": 1,
+    "seed": 0,
+}
+
+
+@refuse_unknown_options(ConfigError)
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How to serve a model. None means "auto": `resolve` turns it into a value.
+
+    model: hub id, folder, .gguf file, or the demo model "smollm2-135m".
+    revision: branch, tag or commit of a hub id.
+    dtype: of the weights and of the products: "bfloat16" (auto), "float32", "float16".
+    kv_cache_dtype: of the cached keys and values; auto: the weights' dtype, float32 on CPU.
+    max_model_len: the most tokens of a request, prompt and output together; auto: what the model was made for,
+        on CPU at most 8,192.
+    max_num_seqs: requests that run at once; auto: 256, 32 on CPU.
+    max_num_batched_tokens: the token budget of a step; auto: 2,048, 512 on CPU, never below max_num_seqs.
+    page_size: tokens in a page of the KV cache; auto: 64, 32 on CPU.
+    num_pages: pages of the KV cache, the null page included; auto: what fits into the memory.
+    memory_utilization: the part of the device's memory that weights, programs and KV cache may take together; auto:
+        0.9. On CPU the part of the *available* host memory that the KV cache may take; auto: 0.05.
+    tensor_parallel_size: devices over which each layer is split.
+    attention_implementation: "xla" or "reference"; auto: by platform.
+    compilation_cache_dir: where compiled programs persist; auto: ~/.cache/jaxllm, or what JAX is set to; "" for none.
+    seed: of the requests that bring none.
+    """
+
+    model: str
+    revision: str | None = None
+    dtype: str | None = None
+    kv_cache_dtype: str | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    page_size: int | None = None
+    num_pages: int | None = None
+    memory_utilization: float | None = None
+    tensor_parallel_size: int = 1
+    attention_implementation: str | None = None
+    compilation_cache_dir: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, choices in (("dtype", DTYPES), ("kv_cache_dtype", DTYPES)):
+            if (value := getattr(self, name)) not in (None, *choices):
+                raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(choices)}, or None for auto")
+        for name, minimum in _MINIMUMS.items():
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < minimum):
+                raise ConfigError(f"{name} is {value!r}; it must be an integer of at least {minimum}")
+        if self.memory_utilization is not None and not 0.0 < self.memory_utilization <= 1.0:
+            raise ConfigError(f"memory_utilization is {self.memory_utilization}; it must be above 0 and at most 1")
+        tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
+        if tokens is not None and seqs is not None and tokens < seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens is {tokens:,} and max_num_seqs is {seqs:,}: a step must have room for one "
+                "token of each running request. Raise the first or lower the second."
+            )
+
+
+def resolve(config: EngineConfig, *, platform: str, model_max_len: int) -> EngineConfig:
+    """`config` with a value for each None but num_pages, which needs the compiled programs.
+
+    Raises ConfigError if max_model_len is beyond what the model was made for.
+    """
+    on_cpu = platform == "cpu"
+    if config.max_model_len is not None and config.max_model_len > model_max_len:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len:,}; the model was made for {model_max_len:,} tokens. "
+            "Lower max_model_len, or set a RoPE scaling in the model's config."
+        )
+    max_num_seqs = config.max_num_seqs or (32 if on_cpu else 256)
+    if config.max_num_seqs is None and config.max_num_batched_tokens is not None:
+        max_num_seqs = min(max_num_seqs, config.max_num_batched_tokens)
+    dtype = config.dtype or "bfloat16"
+    cache_dir = config.compilation_cache_dir
+    return replace(
+        config,
+        dtype=dtype,
+        kv_cache_dtype=config.kv_cache_dtype or ("float32" if on_cpu else dtype),
+        max_model_len=config.max_model_len or min(model_max_len, 8192 if on_cpu else model_max_len),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens or max(512 if on_cpu else 2048, max_num_seqs),
+        page_size=config.page_size or (32 if on_cpu else 64),
+        memory_utilization=config.memory_utilization or (0.05 if on_cpu else 0.9),
+        compilation_cache_dir=str(Path.home() / ".cache" / "jaxllm") if cache_dir is None else cache_dir,
+    )

@@ -1,0 +1,98 @@
+"""How many pages fit, and the arrays that hold them."""
+
+import os
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxllm.errors import OutOfMemoryError
+from jaxllm.pallas_kernels.ragged_paged_attention import KVCacheSpec, kv_cache_shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCacheLayout:
+    """Everything about the cache but its number of pages: per-layer arrays, split over "model" by KV heads."""
+
+    num_layers: int
+    page_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: jnp.dtype
+    implementation: str | None
+    sharding: NamedSharding
+
+    @classmethod
+    def partition(cls) -> PartitionSpec:
+        return PartitionSpec(None, "model")
+
+    def structs(self, num_pages: int) -> list[jax.ShapeDtypeStruct]:
+        """One layer's array, for each layer."""
+        spec = KVCacheSpec(
+            num_pages=num_pages,
+            page_size=self.page_size,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+        )
+        shape = kv_cache_shape(spec, self.implementation)
+        return [jax.ShapeDtypeStruct(shape, self.dtype, sharding=self.sharding)] * self.num_layers
+
+    def page_bytes(self) -> int:
+        """Bytes that one page takes on each device, over all layers."""
+        (struct, *_) = self.structs(1)
+        return self.num_layers * prod(self.sharding.shard_shape(struct.shape)) * self.dtype.itemsize
+
+    def allocate(self, num_pages: int) -> list[jax.Array]:
+        structs = self.structs(num_pages)
+        return jax.jit(
+            lambda: [jnp.zeros(struct.shape, struct.dtype) for struct in structs],
+            out_shardings=[struct.sharding for struct in structs],
+        )()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryBudget:
+    """Bytes on one device: what we may use in all, and what weights and the largest program take of it."""
+
+    limit_bytes: int
+    weights_bytes: int
+    temporaries_bytes: int
+
+    def num_pages(self, page_bytes: int, *, at_least: int, at_most: int) -> int:
+        """Pages that fit into the rest. Raises OutOfMemoryError if not even `at_least` do."""
+        free_bytes = self.limit_bytes - self.weights_bytes - self.temporaries_bytes
+        num_pages = max(0, free_bytes // page_bytes)
+        if num_pages < at_least:
+            raise OutOfMemoryError(
+                f"the KV cache needs at least {at_least:,} pages of {page_bytes / 1e6:,.2f} MB to hold one sequence of "
+                f"max_model_len, and {max(0, free_bytes) / 1e6:,.0f} MB are left: of {self.limit_bytes / 1e6:,.0f} MB, "
+                f"weights take {self.weights_bytes / 1e6:,.0f} MB and programs {self.temporaries_bytes / 1e6:,.0f} MB. "
+                "Lower max_model_len or max_num_batched_tokens, raise memory_utilization, or split the model over more "
+                "devices with tensor_parallel_size."
+            )
+        return min(num_pages, at_most)
+
+
+def memory_limit_bytes(device: jax.Device, utilization: float, weights_bytes: int) -> int:
+    """What we may take of a device's memory: on accelerators in all, on CPU beside the weights (`EngineConfig`)."""
+    stats = device.memory_stats()
+    if stats is None:
+        return weights_bytes + int((available_host_bytes() - weights_bytes) * utilization)
+    return int(stats["bytes_limit"] * utilization)
+
+
+def available_host_bytes() -> int:
+    """Memory that this process can still take: the system's, or what a container leaves of it."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        available = int(fields["MemAvailable"].split()[0]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and (text := limit.read_text().strip()) != "max":
+        available = min(available, int(text) - int(used.read_text()))
+    return available

@@ -1,0 +1,143 @@
+"""Runs steps: one compiled program for each bucket, with donated caches."""
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxllm.config import EngineConfig
+from jaxllm.engine.kv_cache import KVCacheLayout, MemoryBudget, memory_limit_bytes
+from jaxllm.engine.step_program import StepResult, make_step
+from jaxllm.models.model import Model
+from jaxllm.models.registry import ModelConfig
+from jaxllm.scheduler.buckets import Bucket, declare_buckets
+from jaxllm.scheduler.step_batch import StepBatch, fields
+
+logger = logging.getLogger(__name__)
+
+_MIN_TOKENS = 4  # XLA on CPU leaves its fast path for products of one row.
+_COMPILE_THREADS = 2
+
+
+@dataclass(frozen=True)
+class StepHandle:
+    """A step on its way."""
+
+    _result: StepResult
+
+    def sampled_token_ids(self) -> np.ndarray:
+        """int32 [S]; waits for the step."""
+        return np.asarray(self._result.sampled_token_ids)
+
+
+class Runner:
+    """Owns the weights, the caches and the programs. `config` must be resolved.
+
+    The constructor compiles the program of the largest bucket, which fits every step; it needs the model's shapes
+    only. `start` takes the weights, after which steps can be launched; the other programs are compiled in background
+    threads, the larger first, and `ready_buckets` grows as they come.
+    """
+
+    def __init__(self, model: Model, config: EngineConfig, mesh: Mesh):
+        assert config.max_model_len and config.max_num_seqs and config.max_num_batched_tokens and config.page_size
+        self._model = model
+        self._config = config
+        self._mesh = mesh
+        self._whole = NamedSharding(mesh, PartitionSpec())
+        self._max_pages_per_seq = -(-config.max_model_len // config.page_size)
+        self._layout = KVCacheLayout(
+            num_layers=model.config.num_layers,
+            page_size=config.page_size,
+            num_kv_heads=model.config.num_kv_heads,
+            head_dim=model.config.head_dim,
+            dtype=jnp.dtype(config.kv_cache_dtype),
+            implementation=config.attention_implementation,
+            sharding=NamedSharding(mesh, KVCacheLayout.partition()),
+        )
+        self.buckets = declare_buckets(config.max_num_batched_tokens, config.max_num_seqs, _MIN_TOKENS)
+        self._programs: dict[Bucket, jax.stages.Compiled] = {}
+        self._executor = ThreadPoolExecutor(_COMPILE_THREADS, thread_name_prefix="jaxllm-compile")
+        self._compiling: list[Future[int]] = []
+        self.num_pages = config.num_pages or 0
+        self._compile_largest()
+
+    def start(self, weights: list[jax.Array]) -> None:
+        """Takes the weights, in the order of the model's `structs`, and allocates the caches."""
+        assert self._config.max_num_seqs
+        self._weights = weights
+        self._kv_pages = self._layout.allocate(self.num_pages)
+        self._last_token_ids = jax.device_put(np.zeros(self._config.max_num_seqs + 1, np.int32), self._whole)
+        self._compiling = [self._executor.submit(self._compile, bucket) for bucket in self.buckets[-2::-1]]
+
+    @property
+    def ready_buckets(self) -> Sequence[Bucket]:
+        """Those whose program is compiled."""
+        return list(self._programs)
+
+    def wait_until_compiled(self) -> None:
+        """Returns when every program is ready. Raises what a compilation raised."""
+        for future in self._compiling:
+            future.result()
+
+    def launch(self, batch: StepBatch) -> StepHandle:
+        """Starts a step and returns at once. Its bucket must be ready. Steps run in the order of their launch."""
+        packed = jax.device_put(batch.buffer, self._whole)
+        self._kv_pages, self._last_token_ids, result = self._programs[batch.bucket](
+            self._weights, self._kv_pages, self._last_token_ids, packed
+        )
+        return StepHandle(result)
+
+    def shutdown(self) -> None:
+        """Gives up the compilations that have not begun."""
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+    def _compile_largest(self) -> None:
+        """Compiles the largest bucket's program and settles the number of pages, which its temporaries decide."""
+        config, largest, page_bytes = self._config, self.buckets[-1], self._layout.page_bytes()
+        assert config.max_num_seqs and config.memory_utilization
+        if config.num_pages is not None:
+            self._compile(largest)
+            return
+        limit_bytes = memory_limit_bytes(jax.local_devices()[0], config.memory_utilization, self._model.weights_bytes)
+        at_most = config.max_num_seqs * self._max_pages_per_seq + 1
+        temporaries_bytes = _estimate_temporaries_bytes(self._model.config, largest)
+        while True:
+            budget = MemoryBudget(
+                limit_bytes=limit_bytes,
+                weights_bytes=self._model.weights_bytes,
+                temporaries_bytes=temporaries_bytes,
+            )
+            self.num_pages = budget.num_pages(page_bytes, at_least=self._max_pages_per_seq + 1, at_most=at_most)
+            needed_bytes = self._compile(largest)
+            if needed_bytes <= budget.limit_bytes - budget.weights_bytes - self.num_pages * page_bytes:
+                return
+            temporaries_bytes = needed_bytes
+
+    def _compile(self, bucket: Bucket) -> int:
+        """Makes the bucket's program. Returns the bytes of its temporaries."""
+        config = self._config
+        assert config.max_num_seqs
+        step = make_step(self._model, bucket, self._max_pages_per_seq, config.attention_implementation)
+        packed_size = fields(bucket, self._max_pages_per_seq)["num_seqs"].end
+        arguments = (
+            list(self._model.structs.values()),
+            self._layout.structs(self.num_pages),
+            jax.ShapeDtypeStruct((config.max_num_seqs + 1,), jnp.int32, sharding=self._whole),
+            jax.ShapeDtypeStruct((packed_size,), jnp.int32, sharding=self._whole),
+        )
+        out_shardings = ([self._layout.sharding] * self._layout.num_layers, self._whole, StepResult(self._whole))
+        with jax.set_mesh(self._mesh):
+            program = jax.jit(step, donate_argnums=(1, 2), out_shardings=out_shardings).lower(*arguments).compile()
+        self._programs[bucket] = program
+        return program.memory_analysis().temp_size_in_bytes
+
+
+def _estimate_temporaries_bytes(config: ModelConfig, bucket: Bucket) -> int:
+    """A generous guess at a program's temporaries: a few activations of a layer, and of the logits."""
+    widths = config.model_dim + config.ff_dim + config.num_heads * config.head_dim
+    return 4 * (6 * bucket.num_tokens * widths + 4 * bucket.num_seqs * config.vocab_size)

@@ -1,0 +1,139 @@
+"""Choosing the next token of each sequence, on the device, inside the step program.
+
+The filters and their order are vLLM's: temperature, then min_p, top_k and top_p, each on what the one before
+left.
+
+They work on a token's *distance* below its row's best token, ``(max - logit) / temperature``: zero for the
+best, infinite for an excluded token. Distances are not negative, and such floats sort as their bit patterns
+do, so the exact cut of a filter is found bit by bit. Nothing sorts the vocabulary: a sort is slow on TPU and
+CPU, and would gather a vocabulary that is sharded over the mesh.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_INFINITY_BITS = 0x7F800000  # of a float32; greater patterns are NaN
+
+
+class SamplingArrays(NamedTuple):
+    """The sampling settings of a step's rows, each [S]."""
+
+    temperature: jax.Array  # float32, 0 or at least 1e-5; 0 takes the most likely token
+    top_k: jax.Array  # int32; 0 is off
+    top_p: jax.Array  # float32; 1 is off
+    min_p: jax.Array  # float32; 0 is off
+    seed: jax.Array  # int32, the bits of a uint32
+
+
+def sample(logits_SV: jax.Array, params: SamplingArrays, positions_S: jax.Array) -> jax.Array:
+    """Returns one token id for each row, int32 [S].
+
+    ``logits_SV`` is float32; ``positions_S`` (int32) is the index in its sequence of the token to be sampled.
+    A random row's token depends on its own logits, settings, seed and position alone: not on the other rows,
+    the row's number, or the padding of S. Equal logits at a filter's cut are all kept. A greedy row takes the
+    first of its best tokens.
+    """
+    greedy_S = params.temperature == 0.0
+
+    def some_random() -> jax.Array:
+        noise_SV = _gumbel(_random_bits(params.seed, positions_S, logits_SV.shape[1]))
+        scores_SV = noise_SV - truncate(logits_SV, params)
+        return _argmax(jnp.where(greedy_S[:, None], logits_SV, scores_SV))
+
+    return lax.cond(jnp.all(greedy_S), lambda: _argmax(logits_SV), some_random)
+
+
+def truncate(logits_SV: jax.Array, params: SamplingArrays) -> jax.Array:
+    """Returns each token's distance, float32 [S, V], infinite where its row's filters exclude the token.
+
+    A random row samples from the softmax of its negated distances. A greedy row's mean nothing.
+    """
+    random_S = params.temperature > 0.0
+    temperature_S = jnp.where(random_S, params.temperature, 1.0)
+    max_SV = jnp.max(logits_SV, axis=1, keepdims=True)
+    distances_SV = (max_SV - logits_SV) / temperature_S[:, None]  # NaN if all are -inf: within no radius
+
+    # A probability of at least min_p times the greatest one.
+    distances_SV = _within(distances_SV, -jnp.log(params.min_p))
+    top_k_S = jnp.where(random_S & (params.top_k > 0), params.top_k.astype(jnp.float32), jnp.inf)
+    distances_SV = _nearest(distances_SV, jnp.ones_like, top_k_S)
+    top_p_S = jnp.where(random_S & (params.top_p < 1.0), params.top_p, jnp.inf)
+    return _nearest(distances_SV, _probabilities, top_p_S)
+
+
+def _probabilities(distances_SV: jax.Array) -> jax.Array:
+    return jax.nn.softmax(-distances_SV, axis=1)
+
+
+def _nearest(
+    distances_SV: jax.Array, weigh: Callable[[jax.Array], jax.Array], target_S: jax.Array
+) -> jax.Array:
+    """Keeps a row's nearest tokens, as few as reach the target weight; all where the target is infinite."""
+
+    def cut() -> jax.Array:
+        return _within(distances_SV, _radius(distances_SV, weigh(distances_SV), target_S))
+
+    return lax.cond(jnp.any(target_S < jnp.inf), cut, lambda: distances_SV)
+
+
+def _within(distances_SV: jax.Array, radius_S: jax.Array) -> jax.Array:
+    return jnp.where(distances_SV <= radius_S[:, None], distances_SV, jnp.inf)
+
+
+def _radius(distances_SV: jax.Array, weights_SV: jax.Array, target_S: jax.Array) -> jax.Array:
+    """Returns the least radius, float32 [S], within which the weights reach the target; else infinity.
+
+    It is also the greatest float for which the weights nearer than it fall short. From the highest, each of
+    its 31 bits is set if the float so far still has that property: 31 passes of compare and add over [S, V].
+    """
+    bits_SV = lax.bitcast_convert_type(distances_SV, jnp.int32)
+
+    def try_bit(step: jax.Array, radius_S: jax.Array) -> jax.Array:
+        candidate_S = radius_S | (jnp.int32(1 << 30) >> step)
+        nearer_SV = bits_SV < candidate_S[:, None]
+        short_S = jnp.sum(jnp.where(nearer_SV, weights_SV, 0.0), axis=1) < target_S
+        return jnp.where(short_S, candidate_S, radius_S)
+
+    radius_S = lax.fori_loop(0, 31, try_bit, jnp.zeros_like(target_S, jnp.int32))
+    return lax.bitcast_convert_type(jnp.minimum(radius_S, _INFINITY_BITS), jnp.float32)
+
+
+def _random_bits(seed_S: jax.Array, positions_S: jax.Array, vocab_size: int) -> jax.Array:
+    """Returns random bits, uint32 [S, V], that are a function of seed, position and token id alone.
+
+    So there is no state to keep, a preempted request repeats its tokens, and each shard of the vocabulary
+    draws its own part. Threefry's price is about a hundred integer operations for a token of the vocabulary,
+    little beside the 2 D operations that made its logit, and due only in steps that have a random row.
+    """
+
+    def draw(seed: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
+        return jax.random.bits(key, (vocab_size,), jnp.uint32)
+
+    return jax.vmap(draw)(lax.bitcast_convert_type(seed_S, jnp.uint32), positions_S)
+
+
+def _gumbel(bits: jax.Array) -> jax.Array:
+    """Returns Gumbel noise, float32, for random uint32: logits plus noise have their argmax at a sample.
+
+    All 32 bits count. ``jax.random.gumbel`` uses 23 and ends at 15.9, so that tokens 1e-7 times as likely as
+    the best are hardly ever drawn; its ``mode="high"`` draws twice the bits. This noise reaches 22.9.
+    """
+    # Floats are fine near 0 and coarse near 1, so the small ones become the long tail; 1 itself is avoided.
+    uniform = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
+    return -jnp.log(-jnp.log1p(-uniform))
+
+
+def _argmax(scores_SV: jax.Array) -> jax.Array:
+    """Returns the index of the first of each row's best scores, int32 [S]; a real token id even for NaN.
+
+    Two plain reductions, because XLA's argmax (one reduction of pairs) is scalar code on CPU: 8 times slower.
+    """
+    last_token_id = scores_SV.shape[1] - 1
+    token_ids_SV = lax.broadcasted_iota(jnp.int32, scores_SV.shape, 1)
+    best_SV = scores_SV == jnp.max(scores_SV, axis=1, keepdims=True)
+    return jnp.min(jnp.where(best_SV, token_ids_SV, last_token_id), axis=1)

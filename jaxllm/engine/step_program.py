@@ -1,0 +1,69 @@
+"""The step program: one pure function from the packed step batch to sampled tokens."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jaxllm.engine.sampler import SamplingArrays, sample
+from jaxllm.layers.attention import StepMetadata
+from jaxllm.models.model import Model
+from jaxllm.scheduler.buckets import Bucket
+from jaxllm.scheduler.step_batch import Field, fields
+
+
+class StepResult(NamedTuple):
+    """sampled_token_ids: int32 [S]; what is sampled for padding rows and unfinished prompts means nothing."""
+
+    sampled_token_ids: Array
+
+
+Step = Callable[[list[Array], list[Array], Array, Array], tuple[list[Array], Array, StepResult]]
+
+
+def unpack(packed: Array, layout: Mapping[str, Field]) -> dict[str, Array]:
+    """The fields of the buffer that `StepBatch` packed, on the device."""
+    arrays = {}
+    for name, field in layout.items():
+        array = packed[field.offset : field.end].reshape(field.shape)
+        arrays[name] = lax.bitcast_convert_type(array, jnp.float32) if field.dtype == np.float32 else array
+    return arrays
+
+
+def make_step(model: Model, bucket: Bucket, max_pages_per_seq: int, implementation: str | None) -> Step:
+    """The step function of one bucket: (weights, kv_pages, last_token_ids, packed) -> (caches, state, result).
+
+    kv_pages: one array for each layer, to be donated. last_token_ids: int32 [max_num_seqs + 1], to be donated: what
+    was last sampled for each row of the running table; the last element is for padding rows. It feeds the rows whose
+    newest token the host has not seen yet.
+    """
+    layout = fields(bucket, max_pages_per_seq)
+
+    def step(
+        weights: list[Array], kv_pages: list[Array], last_token_ids: Array, packed: Array
+    ) -> tuple[list[Array], Array, StepResult]:
+        batch = unpack(packed, layout)
+        rows_S, logits_rows_S = batch["rows"], batch["logits_rows"]
+
+        from_device_S = jnp.where(batch["from_device"] == 1, logits_rows_S, bucket.num_tokens)  # Else out of range.
+        token_ids_T = batch["token_ids"].at[from_device_S].set(last_token_ids[rows_S], mode="drop")
+        metadata = StepMetadata(
+            positions_T=batch["positions"],
+            kv_lens_S=batch["kv_lens"],
+            page_table_SP=batch["page_table"],
+            cu_q_lens=batch["cu_q_lens"],
+            num_seqs=batch["num_seqs"],
+            decode_only=bucket.is_decode_only,
+            implementation=implementation,
+        )
+        module = model.bind(weights)
+        hidden_TD, kv_pages = module(token_ids_T, kv_pages, metadata)
+        logits_SV = module.logits(hidden_TD[logits_rows_S])
+
+        sampling = SamplingArrays(*(batch[name] for name in SamplingArrays._fields))
+        sampled_S = sample(logits_SV, sampling, batch["positions"][logits_rows_S] + 1)
+        return kv_pages, last_token_ids.at[rows_S].set(sampled_S), StepResult(sampled_S)
+
+    return step

@@ -1,0 +1,50 @@
+"""What can go wrong, as one tree.
+
+JaxLLMError
+├── InvalidRequestError (ValueError)    a request that cannot be served: empty or too long a prompt, a bad option
+├── ConfigError (ValueError)            engine options that contradict each other, the model or the device
+├── LoadingError                        a model that cannot be read
+│   ├── ModelNotFoundError              no such folder, file, hub id or alias
+│   ├── UnsupportedModelError           an architecture, feature or tensor type this version does not know
+│   ├── CorruptCheckpointError          truncated or damaged file; a tensor missing, unexpected or of a wrong shape
+│   └── TokenizerNotFoundError          the source holds weights but no tokenizer
+└── OutOfMemoryError                    weights, programs and one sequence's pages exceed the device's memory
+
+Each message names the value, the limit and the way out.
+"""
+
+
+class JaxLLMError(Exception):
+    """Base of every error that jaxllm raises on purpose."""
+
+
+class InvalidRequestError(JaxLLMError, ValueError):
+    """A request that cannot be served as asked."""
+
+
+class ConfigError(JaxLLMError, ValueError):
+    """Engine options that contradict each other, the model or the device."""
+
+
+class LoadingError(JaxLLMError):
+    """A model that cannot be read."""
+
+
+class ModelNotFoundError(LoadingError):
+    """No such folder, file, hub id or alias."""
+
+
+class UnsupportedModelError(LoadingError):
+    """An architecture, feature or tensor type that this version does not know."""
+
+
+class CorruptCheckpointError(LoadingError):
+    """A damaged file, or a tensor that is missing, unexpected or of a wrong shape."""
+
+
+class TokenizerNotFoundError(LoadingError):
+    """The source holds weights but no tokenizer."""
+
+
+class OutOfMemoryError(JaxLLMError):
+    """Weights, programs and the pages of one sequence exceed the device's memory."""

@@ -1,0 +1,118 @@
+"""Attention over the paged cache: projections, optional QK-norm, rotation, kernel, output projection."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from jaxllm.layers.linear import Linear
+from jaxllm.layers.norm import RMSNorm
+from jaxllm.layers.rope import Rotation, rotate
+from jaxllm.pallas_kernels.ragged_paged_attention import ragged_paged_attention
+
+
+class StepMetadata(NamedTuple):
+    """Which tokens of a step belong to which sequence, and where their KV lies. See `ragged_paged_attention`."""
+
+    positions_T: Array
+    kv_lens_S: Array
+    page_table_SP: Array
+    cu_q_lens: Array
+    num_seqs: Array
+    decode_only: bool  # Static: every real row has one token.
+    implementation: str | None  # Static: of the kernel; None picks by platform.
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """One layer's attention. `qk_norm_eps`: None for no QK-norm."""
+
+    model_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    sm_scale: float
+    qkv_bias: bool = False
+    qk_norm_eps: float | None = None
+    unit_offset_norm: bool = False
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+
+
+class Attention(nnx.Module):
+    """Q, K and V are one weight [D, K, G+2, H]: each KV head with its G query heads, so that a split over K
+    keeps together what belongs together."""
+
+    def __init__(self, config: AttentionConfig, dtype: jnp.dtype):
+        self.config = config
+        D, K, H = config.model_dim, config.num_kv_heads, config.head_dim
+        heads = config.num_heads // K + 2
+        self.qkv = Linear(
+            "TD,DKXH->TKXH",
+            (D, K, heads, H),
+            dtype,
+            PartitionSpec(None, "model", None, None),
+            bias_shape=(K, heads, H) if config.qkv_bias else None,
+            bias_partition=PartitionSpec("model", None, None),
+        )
+        self.out = Linear("TX,XD->TD", (config.num_heads * H, D), dtype, PartitionSpec("model", None))
+        self.q_norm = self._norm() if config.qk_norm_eps is not None else None
+        self.k_norm = self._norm() if config.qk_norm_eps is not None else None
+
+    def _norm(self) -> RMSNorm:
+        config = self.config
+        assert config.qk_norm_eps is not None
+        return RMSNorm(config.head_dim, eps=config.qk_norm_eps, unit_offset=config.unit_offset_norm)
+
+    def __call__(
+        self, x_TD: Array, rotation: Rotation, kv_pages: Array, metadata: StepMetadata
+    ) -> tuple[Array, Array]:
+        """(output [T, D], the cache with this step's K and V)."""
+        config = self.config
+        qkv_TKXH = self.qkv(x_TD)
+        qk_TKXH, v_TKH = qkv_TKXH[:, :, :-1], qkv_TKXH[:, :, -1]
+        if self.q_norm is not None and self.k_norm is not None:
+            qk_TKXH = jnp.concatenate([self.q_norm(qk_TKXH[:, :, :-1]), self.k_norm(qk_TKXH[:, :, -1:])], axis=2)
+        qk_TKXH = rotate(qk_TKXH, rotation)
+        q_TNH = qk_TKXH[:, :, :-1].reshape(-1, config.num_heads, config.head_dim)
+        k_TKH = qk_TKXH[:, :, -1]
+        out_TNH, kv_pages = _attend(q_TNH, k_TKH, v_TKH, kv_pages, metadata, config)
+        return self.out(out_TNH.reshape(-1, config.num_heads * config.head_dim)), kv_pages
+
+
+def _attend(
+    q_TNH: Array, k_TKH: Array, v_TKH: Array, kv_pages: Array, metadata: StepMetadata, config: AttentionConfig
+) -> tuple[Array, Array]:
+    """The kernel, on each device for the heads it holds."""
+    kernel = partial(
+        ragged_paged_attention,
+        sm_scale=config.sm_scale,
+        sliding_window=config.sliding_window,
+        soft_cap=config.soft_cap,
+        decode_only=metadata.decode_only,
+        implementation=metadata.implementation,
+    )
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.shape.get("model", 1) > 1:
+        heads, pages, whole = PartitionSpec(None, "model"), PartitionSpec(None, "model"), PartitionSpec()
+        kernel = jax.shard_map(
+            kernel,
+            in_specs=(heads, heads, heads, pages, whole, whole, whole, whole),
+            out_specs=(heads, pages),
+            check_vma=False,
+        )
+    return kernel(
+        q_TNH,
+        k_TKH,
+        v_TKH,
+        kv_pages,
+        metadata.kv_lens_S,
+        metadata.page_table_SP,
+        metadata.cu_q_lens,
+        metadata.num_seqs,
+    )

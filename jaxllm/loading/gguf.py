@@ -1,0 +1,67 @@
+"""A GGUF file as a checkpoint: Hugging Face names, layouts and configuration."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxllm.errors import UnsupportedModelError
+from jaxllm.loading.gguf_config import ROPE_FACTORS, config_from_gguf, generation_config_from_gguf
+from jaxllm.loading.gguf_file import GGUFFile
+from jaxllm.loading.gguf_names import huggingface_name
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+class GGUFCheckpoint:
+    """See `Checkpoint`. Undoes what llama.cpp's conversion did to the weights, besides quantizing them."""
+
+    def __init__(self, path: Path, source: str | None = None) -> None:
+        self.source = source or str(path)
+        self._file = GGUFFile(path)
+        self.config = config_from_gguf(self._file)
+        self.generation_config = generation_config_from_gguf(self._file)
+        self.nbytes = sum(tensor.nbytes for tensor in self._file.tensors.values())
+        self._architecture: str = self._file.metadata["general.architecture"]
+
+        self._gguf_names: dict[str, str] = {}
+        for gguf_name in self._file.tensors:
+            if gguf_name == ROPE_FACTORS:  # part of the configuration
+                continue
+            name = huggingface_name(self._architecture, gguf_name)
+            if name is None:
+                raise UnsupportedModelError(
+                    f"{self.source} has a tensor {gguf_name}, which {self._architecture} models do not have."
+                )
+            self._gguf_names[name] = gguf_name
+
+    def tensor_names(self) -> set[str]:
+        return set(self._gguf_names)
+
+    def tensor_shape(self, name: str) -> tuple[int, ...]:
+        return self._file.tensors[self._gguf_names[name]].shape
+
+    def read(self, name: str) -> np.ndarray:
+        array = self._file.read(self._gguf_names[name])
+        if self._architecture == "llama" and ".self_attn.q_proj." in name:
+            return split_rotary_halves(array, self.config["num_attention_heads"])
+        if self._architecture == "llama" and ".self_attn.k_proj." in name:
+            return split_rotary_halves(array, self.config["num_key_value_heads"])
+        if self._architecture == "gemma3" and name.endswith("norm.weight"):
+            return array - 1  # stored as the factor 1 + w that Gemma's RMSNorm applies
+        return array
+
+    def tokenizer(self) -> "PreTrainedTokenizerFast":
+        from jaxllm.loading.gguf_tokenizer import build_tokenizer  # transformers: a second of import
+
+        return build_tokenizer(self._file.metadata, self.source)
+
+
+def split_rotary_halves(rows: np.ndarray, num_heads: int) -> np.ndarray:
+    """Rows of Q or K ordered for rotating neighbours (2i, 2i+1) into rows for rotating halves (i, i + H/2).
+
+    llama.cpp's Llama rotates neighbours, Hugging Face's rotates halves.
+    """
+    pairs = rows.reshape(num_heads, -1, 2, *rows.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(rows.shape)

@@ -1,0 +1,44 @@
+"""Tensor names of GGUF files and the Hugging Face names they stand for."""
+
+import re
+
+GLOBAL_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+QK_NORM_NAMES = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+PRE_NORM_NAMES = {"ffn_norm": "post_attention_layernorm"}
+SANDWICH_NORM_NAMES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+LAYER_NAMES_BY_ARCHITECTURE = {
+    "llama": LAYER_NAMES | PRE_NORM_NAMES,
+    "qwen2": LAYER_NAMES | PRE_NORM_NAMES,
+    "qwen3": LAYER_NAMES | PRE_NORM_NAMES | QK_NORM_NAMES,
+    "gemma3": LAYER_NAMES | SANDWICH_NORM_NAMES | QK_NORM_NAMES,
+}
+
+
+def huggingface_name(architecture: str, name: str) -> str | None:
+    """The Hugging Face name of GGUF tensor `name`; None if this architecture has no such tensor."""
+    if name in GLOBAL_NAMES:
+        return GLOBAL_NAMES[name]
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
+    if match is None:
+        return None
+    layer, part, kind = match.groups()
+    hf_part = LAYER_NAMES_BY_ARCHITECTURE[architecture].get(part)
+    return hf_part and f"model.layers.{layer}.{hf_part}.{kind}"

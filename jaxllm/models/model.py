@@ -1,0 +1,104 @@
+"""A checkpoint's model: its shapes before the weights are read, and how to read them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+
+from jaxllm.errors import ConfigError
+from jaxllm.loading.checkpoint import Checkpoint
+from jaxllm.loading.weights import WeightSpec, load_weights
+from jaxllm.models.registry import ModelConfig, find_family
+
+
+@dataclass(frozen=True)
+class Model:
+    """Everything about a model but its weights, so that programs can be compiled while those are read.
+
+    structs: shape, dtype and sharding of each weight, in the order of the flat leaves that programs take.
+    """
+
+    config: ModelConfig
+    structs: dict[str, jax.ShapeDtypeStruct]
+    _specs: dict[str, WeightSpec]
+    _ignored_prefixes: tuple[str, ...]
+    _graphdef: nnx.GraphDef
+    _treedef: jax.tree_util.PyTreeDef
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint, *, dtype: jnp.dtype, max_model_len: int, mesh: Mesh) -> "Model":
+        """Reads the checkpoint's config only.
+
+        Raises:
+          UnsupportedModelError: the architecture, or a feature of it, is not known.
+          ConfigError: heads or widths do not divide by the mesh's "model" axis.
+        """
+        family = find_family(checkpoint.config)
+        config = family.parse_config(checkpoint.config, max_model_len)
+        graphdef, state = nnx.split(nnx.eval_shape(lambda: family.model(config, dtype)))
+        table = family.weight_table(config)
+        structs, specs = {}, {}
+        for path, parameter in nnx.to_flat_state(state):
+            name = ".".join(map(str, path))
+            source = table.pop(name)
+            structs[name] = _struct(name, parameter, mesh)
+            tensors = tuple(family.prefix + tensor for tensor in source.names)
+            specs[name] = WeightSpec(
+                shape=structs[name].shape, sources=tensors, assemble=source.assemble, dtype=structs[name].dtype
+            )
+        assert not table, f"the weight table names parameters that the model has not: {sorted(table)}"
+        return cls(config, structs, specs, family.ignored_prefixes, graphdef, jax.tree.structure(state))
+
+    def load(self, checkpoint: Checkpoint, *, progress: bool) -> list[Array]:
+        """The weights on their devices, in the order of `structs`.
+
+        Raises CorruptCheckpointError: a tensor is missing, unexpected or of a wrong shape.
+        """
+        weights = load_weights(
+            checkpoint,
+            self._specs,
+            dtype=jnp.float32,
+            shardings={name: struct.sharding for name, struct in self.structs.items()},
+            progress=progress,
+            ignored_prefixes=self._ignored_prefixes,
+        )
+        return [weights[name] for name in self.structs]
+
+    def bind(self, weights: list[Array]) -> Any:
+        """The Flax module around these weights; to be called while a step program is traced."""
+        return nnx.merge(self._graphdef, jax.tree.unflatten(self._treedef, weights))
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of the weights on each device."""
+        return sum(
+            jax.ShapeDtypeStruct(struct.sharding.shard_shape(struct.shape), struct.dtype).size * struct.dtype.itemsize
+            for struct in self.structs.values()
+        )
+
+
+def _struct(name: str, parameter: nnx.Variable, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    sharding = NamedSharding(mesh, parameter.get_metadata()["partition"])
+    shape = tuple(parameter.shape)
+    try:
+        sharding.shard_shape(shape)
+    except ValueError as error:
+        raise ConfigError(
+            f"{name} has shape {shape}, which does not divide over {mesh.shape['model']} devices: "
+            "choose a tensor_parallel_size that divides the model's KV heads, feed-forward width and vocabulary"
+        ) from error
+    return jax.ShapeDtypeStruct(shape, parameter.dtype, sharding=sharding)
+
+
+def model_max_len(hf_config: dict[str, Any]) -> int:
+    """The most tokens that the model was made for, from its config.json."""
+    text = {**hf_config, **hf_config.get("text_config", {})}
+    max_len = text.get("max_position_embeddings", 131_072 if "gemma3" in text["model_type"] else 2048)
+    scaling = text.get("rope_scaling") or {}
+    if isinstance(original := scaling.get("original_max_position_embeddings"), int):
+        max_len = max(max_len, int(original * (scaling.get("factor") or 1)))
+    return max_len

@@ -1,0 +1,10 @@
+"""Attention over a paged KV cache for ragged batches: prompt chunks, decodes and multi-token rows in one call."""
+
+from jaxllm.pallas_kernels.ragged_paged_attention.api import (
+    KVCacheSpec,
+    default_implementation,
+    kv_cache_shape,
+    ragged_paged_attention,
+)
+
+__all__ = ["KVCacheSpec", "default_implementation", "kv_cache_shape", "ragged_paged_attention"]

@@ -1,0 +1,195 @@
+"""What a client asked for, and how far it has come."""
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxllm.scheduler.errors import RequestRefusedError
+
+if TYPE_CHECKING:
+    from jaxllm.scheduler.running_table import RunningTable
+
+_MAX_INT32 = 2**31 - 1
+
+
+class RequestStatus(enum.Enum):
+    """Where a request is. Only these moves exist:
+
+    WAITING ──► PREFILLING ──► DECODING          any of the four ──► one of FINISHED_*
+                   ▲  └───► PREEMPTED ◄──┘
+                   └────────────┘
+    """
+
+    WAITING = "waiting"  # for a row, for pages, or for room in the token budget
+    PREFILLING = "prefilling"  # running, more than one known token from having caught up
+    DECODING = "decoding"  # running, one token a step
+    PREEMPTED = "preempted"  # gave its pages to a more urgent request; waits to compute its tokens again
+    FINISHED_STOP = "finished_stop"  # a stop token or a stop string
+    FINISHED_LENGTH = "finished_length"  # max_tokens or max_model_len
+    FINISHED_ABORT = "finished_abort"  # the client left
+    FINISHED_ERROR = "finished_error"  # the step that it was in failed
+
+    @property
+    def is_finished(self) -> bool:
+        return self in _FINISHED
+
+    def may_become(self, new: "RequestStatus") -> bool:
+        """Whether a request may go from this status to `new`."""
+        return new in _MOVES.get(self, ())
+
+
+_FINISHED = frozenset(status for status in RequestStatus if status.name.startswith("FINISHED_"))
+_MOVES = {
+    RequestStatus.WAITING: {RequestStatus.PREFILLING, *_FINISHED},
+    RequestStatus.PREFILLING: {RequestStatus.DECODING, RequestStatus.PREEMPTED, *_FINISHED},
+    RequestStatus.DECODING: {RequestStatus.PREEMPTED, *_FINISHED},
+    RequestStatus.PREEMPTED: {RequestStatus.PREFILLING, *_FINISHED},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """The sampling settings that travel with a request's row to the device.
+
+    temperature: 0 takes the likeliest token.
+    top_k: sample among the k likeliest tokens; 0 is off.
+    top_p: sample among the likeliest tokens that together reach this probability, in (0, 1]; 1 is off.
+    min_p: drop tokens less likely than this fraction of the likeliest one, in [0, 1]; 0 is off.
+    seed: uint32. The same seed at the same position draws the same number, so that a token that is sampled a
+        second time after a preemption comes out the same.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, is_allowed, allowed in (
+            ("temperature", 0.0 <= self.temperature < float("inf"), "a finite number, 0 or more"),
+            ("top_k", 0 <= self.top_k <= _MAX_INT32, f"from 0 to {_MAX_INT32:,}"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "from 0 to 1"),
+            ("seed", 0 <= self.seed < 2**32, f"from 0 to {2**32 - 1:,}"),
+        ):
+            if not is_allowed:
+                raise RequestRefusedError(f"{name} is {getattr(self, name)}; it must be {allowed}")
+
+
+GREEDY = SamplingRow()
+
+
+class Request:
+    """One prompt to continue.
+
+    A request that does not run keeps its tokens itself. While it runs, they live in its row of the
+    `RunningTable`, where vector operations advance them, and this object only looks at them.
+
+    Args:
+        request_id: unique among the requests that have not finished.
+        prompt_token_ids: int32 values, 0 or more.
+        max_tokens: the most tokens to generate; max_model_len may end the request sooner.
+        stop_token_ids: any of these ends the request, and is the last of its output tokens.
+        priority: lower runs first.
+        arrival_time: in seconds, on any clock; earlier runs first among equal priorities.
+        sampling: settings for the device.
+
+    Raises:
+        RequestRefusedError: a token id is not an int32 value of 0 or more.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        *,
+        max_tokens: int,
+        stop_token_ids: tuple[int, ...] = (),
+        priority: int = 0,
+        arrival_time: float = 0.0,
+        sampling: SamplingRow = GREEDY,
+    ) -> None:
+        self.request_id = request_id
+        self.max_tokens = max_tokens
+        self.stop_token_ids = tuple(_int32_token_ids(request_id, "stop_token_ids", stop_token_ids).tolist())
+        self.priority = priority
+        self.arrival_time = arrival_time
+        self.arrival_number = 0  # given by the scheduler: tells apart requests of one arrival_time
+        self.sampling = sampling
+        self._token_ids = _int32_token_ids(request_id, "prompt_token_ids", prompt_token_ids)
+        self.num_prompt_tokens = len(self._token_ids)
+        self._status = RequestStatus.WAITING
+        self._table: RunningTable | None = None
+        self._row = -1
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id!r}, {self.status.value}, {self.num_prompt_tokens} prompt tokens, "
+            f"{self.num_output_tokens} output tokens)"
+        )
+
+    @property
+    def status(self) -> RequestStatus:
+        if self._table is not None and self._table.is_decoding(self._row):
+            return RequestStatus.DECODING
+        return self._status
+
+    @property
+    def row(self) -> int | None:
+        """The row of the running table that the request owns, or None if it does not run."""
+        return self._row if self._table is not None else None
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """int32[num_tokens]: prompt and output as far as the host knows them. A view; do not write to it."""
+        return self._token_ids if self._table is None else self._table.known_token_ids(self._row)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """A fresh list."""
+        return self.token_ids[: self.num_prompt_tokens].tolist()
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """A fresh list of the tokens generated so far: all of them, once the request has finished."""
+        return self.token_ids[self.num_prompt_tokens :].tolist()
+
+    def attach(self, table: "RunningTable", row: int) -> None:
+        """Hands the tokens over to a row of the running table."""
+        self.move_to(RequestStatus.PREFILLING)
+        self._table, self._row = table, row
+        self._token_ids = self._token_ids[:0]
+
+    def detach(self) -> None:
+        """Takes the tokens back from the row."""
+        self._token_ids = self.token_ids.copy()
+        self._table, self._row = None, -1
+
+    def move_to(self, status: RequestStatus) -> None:
+        assert self.status.may_become(status), f"{self!r} cannot become {status.value}"
+        self._status = status
+
+
+def _int32_token_ids(request_id: str, name: str, token_ids: Sequence[int]) -> np.ndarray:
+    """A copy as int32[n]. What is no int32 is refused here, at the door, and not in the middle of a step."""
+    values = np.asarray(token_ids) if len(token_ids) else np.zeros(0, np.int32)
+    if values.ndim != 1 or values.dtype.kind not in "iu":
+        raise RequestRefusedError(f"request {request_id!r}: {name} must be a flat sequence of integers")
+    outside = values[(values < 0) | (values > _MAX_INT32)]
+    if outside.size:
+        raise RequestRefusedError(
+            f"request {request_id!r}: {name} holds {outside[0]:,}; token ids go from 0 to {_MAX_INT32:,}"
+        )
+    return values.astype(np.int32)

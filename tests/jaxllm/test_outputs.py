@@ -1,0 +1,61 @@
+import dataclasses
+
+import pytest
+
+from jaxllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
+
+
+def names(cls):
+    return [field.name for field in dataclasses.fields(cls)]
+
+
+def test_the_fields_have_vllm_names():
+    assert names(CompletionOutput) == ["index", "text", "token_ids", "finish_reason", "stop_reason"]
+    assert names(RequestOutput) == [
+        "request_id",
+        "prompt",
+        "prompt_token_ids",
+        "outputs",
+        "finished",
+        "metrics",
+    ]
+
+
+def test_latencies_follow_from_the_times():
+    metrics = RequestMetrics(
+        arrival_time=10.0,
+        first_scheduled_time=10.5,
+        first_token_time=12.0,
+        finished_time=15.0,
+        num_output_tokens=7,
+    )
+    assert metrics.ttft_s == 2.0
+    assert metrics.tpot_s == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        RequestMetrics(arrival_time=1.0),
+        RequestMetrics(arrival_time=1.0, first_token_time=2.0, num_output_tokens=3),
+        RequestMetrics(arrival_time=1.0, first_token_time=2.0, finished_time=2.0, num_output_tokens=1),
+        RequestMetrics(arrival_time=1.0, finished_time=2.0),
+    ],
+)
+def test_a_latency_that_is_not_known_yet_is_none(metrics):
+    assert metrics.tpot_s is None
+    assert (metrics.ttft_s is None) == (metrics.first_token_time is None)
+
+
+def test_repr_shows_the_text_and_spares_the_prompt_tokens():
+    output = RequestOutput(
+        request_id="7",
+        prompt="Hello",
+        prompt_token_ids=list(range(1000)),
+        outputs=[CompletionOutput(index=0, text=" world", token_ids=[995])],
+        finished=False,
+    )
+    assert repr(output) == (
+        "RequestOutput(request_id='7', prompt='Hello', outputs=[CompletionOutput(index=0, text=' world', "
+        "token_ids=[995], finish_reason=None, stop_reason=None)], finished=False, metrics=None)"
+    )

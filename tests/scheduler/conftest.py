@@ -1,0 +1,197 @@
+"""A device that stands in for a model, and the engine's loop around it."""
+
+import zlib
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from jaxllm.scheduler import (
+    Request,
+    RequestStatus,
+    Scheduler,
+    SchedulerConfig,
+    StepBatch,
+    StepOutput,
+    StepPlan,
+    declare_buckets,
+    fields,
+    pick,
+)
+from jaxllm.scheduler.policy import urgency
+
+VOCABULARY = 61
+NOTHING = -7
+
+
+def next_token(history: Sequence[int], seed: int) -> int:
+    """The 'model': a hash of all tokens so far. One wrong, missing or misplaced token changes it."""
+    return zlib.crc32(np.asarray(history, np.int32).tobytes(), seed) % VOCABULARY
+
+
+class FakeDevice:
+    """Runs steps in order, from nothing but their buffers and its own state.
+
+    It writes token ids into pages as a model writes keys and values, and computes each next token from what
+    it reads back through the page table. A step runs when its result is asked for, so a buffer that changes
+    after its launch gives wrong tokens.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.pages = np.full((config.num_pages, config.page_size), NOTHING)
+        self.last_token = np.full(config.max_num_seqs + 1, NOTHING)
+        self._queue: deque[tuple[StepBatch, list[np.ndarray]]] = deque()
+
+    def launch(self, batch: StepBatch) -> Callable[[], np.ndarray]:
+        result: list[np.ndarray] = []
+        self._queue.append((batch, result))
+
+        def wait() -> np.ndarray:
+            while not result:
+                batch, its_result = self._queue.popleft()
+                its_result.append(self._run(batch))
+            return result[0]
+
+        return wait
+
+    def _run(self, batch: StepBatch) -> np.ndarray:
+        layout = fields(batch.bucket, self.config.max_pages_per_seq)
+        step = {name: field.view(batch.buffer) for name, field in layout.items()}
+        num_seqs, page_size = int(step["num_seqs"][0]), self.config.page_size
+        written = set()
+        for i in range(num_seqs):
+            first, end = step["cu_q_lens"][i : i + 2]
+            kv_len, row = step["kv_lens"][i], step["rows"][i]
+            assert step["logits_rows"][i] == end - 1
+            assert step["positions"][first:end].tolist() == list(range(kv_len - (end - first), kv_len))
+            for t in range(first, end):
+                from_device = step["from_device"][i] and t == end - 1
+                token = self.last_token[row] if from_device else step["token_ids"][t]
+                page, slot = divmod(int(step["positions"][t]), page_size)
+                place = (int(step["page_table"][i, page]), slot)
+                assert place[0] != 0, "a token in the null page"
+                assert place not in written, "two tokens in one slot"
+                written.add(place)
+                self.pages[place] = token
+        sampled = np.full(num_seqs, NOTHING, np.int32)
+        for i in range(num_seqs):
+            kv_len, seed = step["kv_lens"][i], int(step["seed"][i : i + 1].view(np.uint32)[0])
+            slots = self.pages[step["page_table"][i]].reshape(-1)
+            sampled[i] = next_token(slots[:kv_len], seed)
+            self.last_token[step["rows"][i]] = sampled[i]
+        return sampled
+
+
+class Loop:
+    """The engine's loop, `num_ahead` steps ahead of the device. Checks what must hold in every step."""
+
+    def __init__(self, config: SchedulerConfig, num_ahead: int = 0) -> None:
+        self.config = config
+        self.scheduler = Scheduler(config)
+        self.device = FakeDevice(config)
+        self.num_ahead = num_ahead
+        self.buckets = declare_buckets(config.max_num_batched_tokens, config.max_num_seqs, 4)
+        self.in_flight: deque[tuple[StepPlan, Callable[[], np.ndarray]]] = deque()
+        self.plans: list[StepPlan] = []
+        self.streams: dict[str, list[int]] = defaultdict(list)
+
+    def add(self, *requests: Request) -> None:
+        for request in requests:
+            self.scheduler.add_request(request)
+
+    def schedule(self) -> StepPlan | None:
+        """Schedules and launches one step."""
+        scheduler = self.scheduler
+        before = scheduler.table.running_requests
+        plan = scheduler.schedule()
+        scheduler.check_integrity()
+        preempted = [request for request in before if request.status is RequestStatus.PREEMPTED]
+        if preempted:
+            running = scheduler.table.running_requests
+            assert set(running) <= set(before), "admitted in a step that preempted"
+            assert max(map(urgency, running)) < min(map(urgency, preempted)), "preempted the more urgent"
+        if plan is None:
+            return None
+        self._check(plan)
+        bucket = pick(self.buckets, plan.num_tokens, plan.num_seqs, plan.is_decode_only)
+        batch = StepBatch.build(plan, scheduler.table, bucket)
+        self.in_flight.append((plan, self.device.launch(batch)))
+        self.plans.append(plan)
+        return plan
+
+    def update(self) -> StepOutput:
+        """Takes in the oldest result."""
+        plan, wait = self.in_flight.popleft()
+        output = self.scheduler.update(plan, wait())
+        self.scheduler.check_integrity()
+        for request, token_id in zip(output.requests, output.token_ids.tolist(), strict=True):
+            self.streams[request.request_id].append(token_id)
+        assert all(request.status.is_finished for request in output.finished)
+        return output
+
+    def step(self) -> None:
+        plan = self.schedule()
+        if plan is None and not self.in_flight:
+            assert not self.scheduler.has_unfinished_requests, "nothing runs and nothing is in flight"
+        elif plan is None or len(self.in_flight) > self.num_ahead:
+            self.update()
+
+    def run(self) -> None:
+        """Until all is finished and no step is in flight."""
+        while self.scheduler.has_unfinished_requests:
+            self.step()
+        while self.in_flight:
+            output = self.update()
+            assert not output.requests
+        stats = self.scheduler.stats()
+        assert stats.num_used_pages == 0
+        assert self.scheduler.num_running == self.scheduler.num_waiting == 0
+
+    def _check(self, plan: StepPlan) -> None:
+        assert len(set(plan.rows.tolist())) == plan.num_seqs <= self.config.max_num_seqs
+        assert plan.num_tokens <= self.config.max_num_batched_tokens
+        assert (plan.num_scheduled_tokens[: plan.num_decodes] == 1).all()
+        assert (plan.num_scheduled_tokens[plan.num_decodes :] > 1).all()
+        assert (plan.num_scheduled_tokens[plan.from_device] == 1).all()
+        assert (plan.samples | ~plan.from_device).all()
+
+
+def expected_output(request: Request, config: SchedulerConfig) -> list[int]:
+    """What the request gets when it is alone in the world: no pages, no steps, no scheduler."""
+    tokens = request.prompt_token_ids
+    max_total_tokens = min(len(tokens) + request.max_tokens, config.max_model_len)
+    while len(tokens) < max_total_tokens:
+        tokens.append(next_token(tokens, request.sampling.seed))
+        if tokens[-1] in request.stop_token_ids:
+            break
+    return tokens[request.num_prompt_tokens :]
+
+
+@pytest.fixture
+def make_config() -> Callable[..., SchedulerConfig]:
+    def make(**changes: int) -> SchedulerConfig:
+        sizes = {
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 32,
+            "max_model_len": 128,
+            "page_size": 4,
+            "num_pages": 257,
+        }
+        return SchedulerConfig(**(sizes | changes))
+
+    return make
+
+
+@pytest.fixture
+def make_loop(make_config: Callable[..., SchedulerConfig]) -> Callable[..., Loop]:
+    def make(num_ahead: int = 0, **changes: int) -> Loop:
+        return Loop(make_config(**changes), num_ahead)
+
+    return make
+
+
+@pytest.fixture
+def expect_alone() -> Callable[[Request, SchedulerConfig], list[int]]:
+    return expected_output

@@ -1,0 +1,128 @@
+"""The batch is the plan, padded: compared with a builder that goes token by token."""
+
+import numpy as np
+import pytest
+
+from jaxllm.scheduler import Bucket, Request, SamplingRow, StepBatch, fields
+
+
+def slow_build(plan, table, bucket):
+    """Every field as a plain list, one row and one token at a time."""
+    batch = {
+        "token_ids": [],
+        "positions": [],
+        "cu_q_lens": [0],
+        **{name: [] for name in ("kv_lens", "page_table", "rows", "logits_rows", "from_device")},
+        **{name: [] for name in ("temperature", "top_k", "top_p", "min_p", "seed")},
+        "num_seqs": [len(plan.rows)],
+    }
+    for i, row in enumerate(plan.rows.tolist()):
+        start, length = int(plan.num_computed_tokens[i]), int(plan.num_scheduled_tokens[i])
+        for position in range(start, start + length):
+            is_known = position < table.num_tokens[row]
+            assert is_known != plan.from_device[i]
+            batch["token_ids"].append(int(table.token_ids[row, position]) if is_known else 0)
+            batch["positions"].append(position)
+        batch["cu_q_lens"].append(len(batch["token_ids"]))
+        batch["kv_lens"].append(start + length)
+        pages = table.page_table[row, : table.num_pages[row]].tolist()
+        batch["page_table"].append(pages + [0] * (table.page_table.shape[1] - len(pages)))
+        batch["rows"].append(row)
+        batch["logits_rows"].append(len(batch["token_ids"]) - 1)
+        batch["from_device"].append(int(plan.from_device[i]))
+        sampling = table.requests[row].sampling
+        for name in ("temperature", "top_k", "top_p", "min_p"):
+            batch[name].append(getattr(sampling, name))
+        batch["seed"].append(sampling.seed if sampling.seed < 2**31 else sampling.seed - 2**32)
+    num_tokens = len(batch["token_ids"])
+    for _ in range(bucket.num_tokens - num_tokens):
+        batch["token_ids"].append(0)
+        batch["positions"].append(0)
+    for _ in range(bucket.num_seqs - len(plan.rows)):
+        batch["cu_q_lens"].append(num_tokens)
+        batch["page_table"].append([0] * table.page_table.shape[1])
+        batch["rows"].append(table.num_rows)
+        batch["top_p"].append(1.0)
+        for name in ("kv_lens", "logits_rows", "from_device", "temperature", "top_k", "min_p", "seed"):
+            batch[name].append(0)
+    return batch
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1])
+def test_build_agrees_with_a_builder_that_goes_token_by_token(make_loop, monkeypatch, num_ahead):
+    rng = np.random.default_rng(num_ahead)
+    loop = make_loop(num_ahead, num_pages=70)
+    build, kinds = StepBatch.build, set()
+
+    def compare(plan, table, bucket):
+        batch = build(plan, table, bucket)
+        for name, expected in slow_build(plan, table, bucket).items():
+            np.testing.assert_array_equal(
+                getattr(batch, name), np.asarray(expected, getattr(batch, name).dtype), name
+            )
+        kinds.add((bucket.is_decode_only, bool(plan.from_device.any()), plan.num_tokens == bucket.num_tokens))
+        return batch
+
+    monkeypatch.setattr(StepBatch, "build", compare)
+    for index in range(40):
+        sampling = SamplingRow(
+            temperature=float(rng.random()),
+            top_k=int(rng.integers(0, 50)),
+            top_p=float(rng.random()) + 1e-3,
+            min_p=float(rng.random()),
+            seed=int(rng.integers(0, 2**32)),
+        )
+        prompt = rng.integers(0, 61, rng.integers(1, 60)).tolist()
+        loop.add(Request(f"r{index}", prompt, max_tokens=int(rng.integers(1, 40)), sampling=sampling))
+    loop.run()
+    assert {kind[0] for kind in kinds} == {kind[2] for kind in kinds} == {False, True}
+    assert any(kind[1] for kind in kinds) == (num_ahead > 0)
+
+
+def test_fields_tile_the_buffer_without_gap_or_overlap():
+    layout = fields(Bucket(64, 8), max_pages_per_seq=5)
+    end = 0
+    for name, field in layout.items():
+        assert field.offset == end, name
+        end += int(np.prod(field.shape))
+        assert field.end == end
+    assert layout["page_table"].shape == (8, 5)
+
+
+def test_arrays_are_views_and_floats_are_bit_casts(make_loop):
+    loop = make_loop()
+    loop.add(Request("a", [1, 2, 3], max_tokens=1, sampling=SamplingRow(temperature=0.5, seed=2**32 - 1)))
+    plan = loop.scheduler.schedule()
+    batch = StepBatch.build(plan, loop.scheduler.table, Bucket(64, 8))
+    for name in fields(batch.bucket, loop.config.max_pages_per_seq):
+        assert np.shares_memory(getattr(batch, name), batch.buffer)
+    assert batch.buffer.dtype == np.int32
+    assert batch.temperature.dtype == np.float32
+    offset = fields(batch.bucket, loop.config.max_pages_per_seq)["temperature"].offset
+    assert batch.buffer[offset] == np.float32(0.5).view(np.int32)
+    assert batch.seed[0] == -1
+
+
+def test_two_steps_never_share_a_buffer(make_loop):
+    loop = make_loop()
+    loop.add(Request("a", [1, 2, 3], max_tokens=1))
+    plan, table = loop.scheduler.schedule(), loop.scheduler.table
+    first, second = (StepBatch.build(plan, table, Bucket(64, 8)) for _ in range(2))
+    assert not np.shares_memory(first.buffer, second.buffer)
+    assert not np.shares_memory(first.buffer, table.page_table)
+
+
+def test_a_bucket_that_does_not_fit_is_not_built_for(make_loop):
+    loop = make_loop()
+    loop.add(Request("a", [1, 2, 3], max_tokens=1))
+    plan = loop.scheduler.schedule()
+    for bucket in (Bucket(2, 1), Bucket(8, 8)):
+        with pytest.raises(AssertionError, match="does not fit"):
+            StepBatch.build(plan, loop.scheduler.table, bucket)
+
+
+def test_an_empty_batch_is_all_padding(make_loop):
+    batch = StepBatch.empty(Bucket(8, 8), make_loop().scheduler.table)
+    assert batch.num_seqs[0] == batch.kv_lens.sum() == batch.page_table.sum() == 0
+    assert (batch.rows == 8).all()
+    assert (batch.top_p == 1).all()
