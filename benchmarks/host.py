@@ -31,9 +31,7 @@ def churn_load(num_rows: int, max_model_len: int, rng: np.random.Generator) -> I
     del num_rows, max_model_len
     for index in count():
         prompt = rng.integers(0, 32_000, rng.integers(16, 128))
-        yield Request(
-            f"r{index}", prompt.tolist(), max_tokens=int(rng.integers(16, 128)), stop_token_ids=(2,)
-        )
+        yield Request(f"r{index}", prompt.tolist(), max_tokens=int(rng.integers(16, 128)), stop_token_ids=(2,))
 
 
 LOADS = {"decode": decode_load, "churn": churn_load}
@@ -55,9 +53,7 @@ def measure(load: str, num_rows: int, args: argparse.Namespace) -> np.ndarray:
     in_flight: deque = deque()
     seconds = []
     while len(seconds) < args.warmup + args.steps:
-        while scheduler.num_running + scheduler.num_waiting < num_rows + 1 and (
-            request := next(requests, None)
-        ):
+        while scheduler.num_running + scheduler.num_waiting < num_rows + 1 and (request := next(requests, None)):
             scheduler.add_request(request)
         marks = [perf_counter()]
         plan = scheduler.schedule()
@@ -76,12 +72,8 @@ def measure(load: str, num_rows: int, args: argparse.Namespace) -> np.ndarray:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--rows", type=int, nargs="+", default=[8, 64, 256], help="running requests (8 64 256)"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[8, 64, 256], help="running requests (8 64 256)")
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS), help="what runs (all)")
     parser.add_argument("--steps", type=int, default=1000, help="measured steps (1000)")
     parser.add_argument("--warmup", type=int, default=200, help="steps before them (200)")
@@ -89,14 +81,10 @@ def main() -> None:
     parser.add_argument("--page-size", type=int, default=16, help="tokens (16)")
     args = parser.parse_args()
     if args.warmup + args.steps + 128 > args.max_model_len:
-        parser.error(
-            "--warmup + --steps + 128 exceeds --max-model-len: the requests of the decode load would end"
-        )
+        parser.error("--warmup + --steps + 128 exceeds --max-model-len: the requests of the decode load would end")
 
     print("microseconds per step; phases are medians")
-    print(
-        f"{'load':8}{'rows':>6}" + "".join(f"{phase:>10}" for phase in PHASES) + f"{'best':>10}{'median':>10}"
-    )
+    print(f"{'load':8}{'rows':>6}" + "".join(f"{phase:>10}" for phase in PHASES) + f"{'best':>10}{'median':>10}")
     for load in args.loads:
         for num_rows in args.rows:
             microseconds = 1e6 * measure(load, num_rows, args)

@@ -1,6 +1,7 @@
 """The engine's options."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 
 from jaxllm.errors import ConfigError
@@ -27,17 +28,18 @@ class EngineConfig:
     revision: branch, tag or commit of a hub id.
     dtype: of the weights and of the products: "bfloat16" (auto), "float32", "float16".
     kv_cache_dtype: of the cached keys and values; auto: the weights' dtype, float32 on CPU.
-    max_model_len: the most tokens of a request, prompt and output together; auto: what the model was made for,
-        on CPU at most 8,192.
+    max_model_len: the most tokens of a request, prompt and output together; auto: what the model was made
+        for, on CPU at most 8,192.
     max_num_seqs: requests that run at once; auto: 256, 32 on CPU.
     max_num_batched_tokens: the token budget of a step; auto: 2,048, 512 on CPU, never below max_num_seqs.
     page_size: tokens in a page of the KV cache; auto: 64, 32 on CPU.
     num_pages: pages of the KV cache, the null page included; auto: what fits into the memory.
-    memory_utilization: the part of the device's memory that weights, programs and KV cache may take together; auto:
-        0.9. On CPU the part of the *available* host memory that the KV cache may take; auto: 0.05.
+    memory_utilization: the part of the device's memory that weights, programs and KV cache may take together;
+        auto: 0.9. On CPU the part of the host's memory that the KV cache may take; auto: 0.05.
     tensor_parallel_size: devices over which each layer is split.
     attention_implementation: "xla" or "reference"; auto: by platform.
-    compilation_cache_dir: where compiled programs persist; auto: ~/.cache/jaxllm, or what JAX is set to; "" for none.
+    compilation_cache_dir: where compiled programs persist; auto: ~/.cache/jaxllm, or what JAX is set to; ""
+        for none.
     seed: of the requests that bring none.
     """
 
@@ -59,25 +61,51 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name, choices in (("dtype", DTYPES), ("kv_cache_dtype", DTYPES)):
             if (value := getattr(self, name)) not in (None, *choices):
-                raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(choices)}, or None for auto")
+                raise ConfigError(
+                    f"{name} is {value!r}; it must be one of {', '.join(choices)}, or None for auto"
+                )
         for name, minimum in _MINIMUMS.items():
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < minimum):
                 raise ConfigError(f"{name} is {value!r}; it must be an integer of at least {minimum}")
-        if self.memory_utilization is not None and not 0.0 < self.memory_utilization <= 1.0:
-            raise ConfigError(f"memory_utilization is {self.memory_utilization}; it must be above 0 and at most 1")
+        utilization = self.memory_utilization
+        if utilization is not None and not (isinstance(utilization, Real) and 0.0 < utilization <= 1.0):
+            raise ConfigError(f"memory_utilization is {utilization!r}; it must be above 0 and at most 1")
         tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
         if tokens is not None and seqs is not None and tokens < seqs:
             raise ConfigError(
-                f"max_num_batched_tokens is {tokens:,} and max_num_seqs is {seqs:,}: a step must have room for one "
-                "token of each running request. Raise the first or lower the second."
+                f"max_num_batched_tokens is {tokens:,} and max_num_seqs is {seqs:,}: a step must have room "
+                "for one token of each running request. Raise the first or lower the second."
             )
 
 
-def resolve(config: EngineConfig, *, platform: str, model_max_len: int) -> EngineConfig:
-    """`config` with a value for each None but num_pages, which needs the compiled programs.
+@dataclass(frozen=True, kw_only=True)
+class ResolvedConfig:
+    """`EngineConfig` with a value for each "auto". num_pages stays None where it follows from the memory."""
 
-    Raises ConfigError if max_model_len is beyond what the model was made for.
+    dtype: str
+    kv_cache_dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    page_size: int
+    num_pages: int | None
+    memory_utilization: float
+    tensor_parallel_size: int
+    attention_implementation: str | None
+    compilation_cache_dir: str
+    seed: int
+
+    @property
+    def max_pages_per_seq(self) -> int:
+        """P: pages of a request that has max_model_len tokens."""
+        return -(-self.max_model_len // self.page_size)
+
+
+def resolve(config: EngineConfig, *, platform: str, model_max_len: int) -> ResolvedConfig:
+    """The values for a platform ("cpu", "gpu", "tpu") and a model made for sequences of `model_max_len` tokens.
+
+    Raises ConfigError if max_model_len is beyond that.
     """
     on_cpu = platform == "cpu"
     if config.max_model_len is not None and config.max_model_len > model_max_len:
@@ -90,14 +118,17 @@ def resolve(config: EngineConfig, *, platform: str, model_max_len: int) -> Engin
         max_num_seqs = min(max_num_seqs, config.max_num_batched_tokens)
     dtype = config.dtype or "bfloat16"
     cache_dir = config.compilation_cache_dir
-    return replace(
-        config,
+    return ResolvedConfig(
         dtype=dtype,
         kv_cache_dtype=config.kv_cache_dtype or ("float32" if on_cpu else dtype),
-        max_model_len=config.max_model_len or min(model_max_len, 8192 if on_cpu else model_max_len),
+        max_model_len=config.max_model_len or (min(model_max_len, 8192) if on_cpu else model_max_len),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens or max(512 if on_cpu else 2048, max_num_seqs),
         page_size=config.page_size or (32 if on_cpu else 64),
+        num_pages=config.num_pages,
         memory_utilization=config.memory_utilization or (0.05 if on_cpu else 0.9),
+        tensor_parallel_size=config.tensor_parallel_size,
+        attention_implementation=config.attention_implementation,
         compilation_cache_dir=str(Path.home() / ".cache" / "jaxllm") if cache_dir is None else cache_dir,
+        seed=config.seed,
     )

@@ -1,9 +1,12 @@
 """The engine in the caller's own process: `LLM(model).generate(prompts)`."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Generator, Mapping, Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from tqdm import tqdm
 
 from jaxllm.config import EngineConfig
@@ -28,7 +31,7 @@ class LLM:
     """A model, ready to generate. Its calls and their options have vLLM's names.
 
         llm = LLM("smollm2-135m")
-        for output in llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=32)):
+        for output in llm.generate(["The capital of France is"], SamplingParams(temperature=0)):
             print(output.outputs[0].text)
 
     Args:
@@ -45,6 +48,7 @@ class LLM:
     def __init__(self, model: str, *, progress: bool = False, **options: Any):
         self.engine = Engine(EngineConfig(model=model, **options), progress=progress)
         self._ids = itertools.count()
+        self._finished: dict[str, RequestOutput] = {}  # for the call that waits for each
 
     def get_tokenizer(self) -> "PreTrainedTokenizerFast":
         return self.engine.tokenizer
@@ -68,7 +72,8 @@ class LLM:
         if isinstance(prompts, str | Mapping):
             prompts = [prompts]
         _check_list("prompts", prompts)
-        return self._run([self._tokenize(prompt, f"prompt {i}") for i, prompt in enumerate(prompts)], sampling_params, use_tqdm)
+        tokenized = [self._tokenize(prompt, f"prompt {i}") for i, prompt in enumerate(prompts)]
+        return self._run(tokenized, sampling_params, use_tqdm)
 
     def chat(
         self,
@@ -79,19 +84,25 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers a conversation, or several, in the form that the model's chat template gives them."""
         _check_list("messages", messages)
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts = [self._render(conversation, f"conversation {i}") for i, conversation in enumerate(conversations)]
+        conversations: Sequence[Any] = messages
+        if messages and isinstance(messages[0], Mapping):
+            conversations = [messages]
+        prompts = [
+            self._render(conversation, f"conversation {i}") for i, conversation in enumerate(conversations)
+        ]
         return self._run(prompts, sampling_params, use_tqdm)
 
     def stream(
         self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None
-    ) -> Iterator[str]:
+    ) -> Generator[str, None, RequestOutput]:
         """The text of one answer, piece by piece, for a prompt or for a conversation.
 
         Closing the iterator aborts the request. Its `return` value (of `yield from`) is the RequestOutput.
         """
-        is_prompt = isinstance(prompt, str | Mapping)
-        text, token_ids = self._tokenize(prompt, "the prompt") if is_prompt else self._render(prompt, "the conversation")
+        if isinstance(prompt, str | Mapping):
+            text, token_ids = self._tokenize(prompt, "the prompt")
+        else:
+            text, token_ids = self._render(prompt, "the conversation")
         request_id = self._next_id()
         pieces: list[str] = []
         self.engine.add_request(
@@ -99,51 +110,67 @@ class LLM:
         )
         try:
             while True:
-                finished = [output for output in self.engine.step() if output.request_id == request_id]
                 yield from pieces
                 pieces.clear()
-                if finished:
-                    return finished[0]
+                if request_id in self._finished:
+                    return self._finished[request_id]
+                self._step()
         finally:
-            self.engine.abort_request(request_id)
+            self._forget(request_id)
 
     def _run(
         self,
-        prompts: list[tuple[str | None, list[int]]],
+        prompts: Sequence[tuple[str | None, list[int]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         if isinstance(sampling_params, SamplingParams) or sampling_params is None:
             params = [_checked(sampling_params)] * len(prompts)
         else:
+            _check_list("sampling_params", sampling_params)
             params = [_checked(p) for p in sampling_params]
         if len(params) != len(prompts):
             raise InvalidRequestError(
-                f"there are {len(prompts)} prompts and {len(params)} sampling_params; give one for all, or one for each"
+                f"there are {len(prompts)} prompts and {len(params)} sampling_params; "
+                "give one for all, or one for each"
             )
-        outputs: dict[str, RequestOutput | None] = {}
+        request_ids = [self._next_id() for _ in prompts]
         try:
-            for i, ((text, token_ids), p) in enumerate(zip(prompts, params, strict=True)):
-                request_id = self._next_id()
+            for i, request_id in enumerate(request_ids):
+                text, token_ids = prompts[i]
                 try:
-                    self.engine.add_request(request_id, token_ids, p, prompt=text)
+                    self.engine.add_request(request_id, token_ids, params[i], prompt=text)
                 except InvalidRequestError as error:
                     raise InvalidRequestError(f"prompt {i}: {error}") from error
-                outputs[request_id] = None
             with tqdm(total=len(prompts), desc="Generating", unit="req", disable=not use_tqdm) as bar:
-                num_tokens = 0
-                while bar.n < len(prompts):
-                    for output in self.engine.step():
-                        outputs[output.request_id] = output
-                        num_tokens += len(output.outputs[0].token_ids)
-                        rate = num_tokens / max(bar.format_dict["elapsed"], 1e-9)
+                started_at, num_tokens, unfinished = time.monotonic(), 0, set(request_ids)
+                while unfinished:
+                    self._step()
+                    for request_id in unfinished & self._finished.keys():
+                        unfinished.remove(request_id)
+                        num_tokens += len(self._finished[request_id].outputs[0].token_ids)
+                        rate = num_tokens / (time.monotonic() - started_at)
                         bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
                         bar.update()
-        except BaseException:  # Ctrl-C too: nothing of this call may run on.
-            for request_id in outputs:
-                self.engine.abort_request(request_id)
+            return [self._finished[request_id] for request_id in request_ids]
+        finally:  # After Ctrl-C too, nothing of this call may run on.
+            for request_id in request_ids:
+                self._forget(request_id)
+
+    def _step(self) -> None:
+        """Runs a step of the engine, for all calls (streams may be open) whose requests are in it."""
+        finished: list[RequestOutput] = []
+        try:
+            finished = self.engine.step()
+        except BaseException:  # Ctrl-C too: the step is half done, and with it all requests.
+            finished = self.engine.abort_all()
             raise
-        return [output for output in outputs.values() if output is not None]
+        finally:
+            self._finished.update((output.request_id, output) for output in finished)
+
+    def _forget(self, request_id: str) -> None:
+        self.engine.abort_request(request_id)
+        self._finished.pop(request_id, None)
 
     def _next_id(self) -> str:
         return str(next(self._ids))
@@ -157,51 +184,71 @@ class LLM:
                 prompt = prompt["prompt"]
         if not isinstance(prompt, str):
             raise InvalidRequestError(
-                f'{name} is {prompt!r}; it must be a text, {{"prompt": text}} or {{"prompt_token_ids": [ids]}}'
+                f'{name} is {prompt!r}; it must be a text, {{"prompt": text}} or '
+                '{"prompt_token_ids": [ids]}'
             )
-        return prompt, _non_empty(self.engine.tokenizer.encode(prompt), name)
+        return prompt, self._encode(prompt, name)
 
     def _render(self, messages: Any, name: str) -> tuple[str, list[int]]:
         """(text, token ids) of a conversation with the beginning of the answer."""
         _check_list(name, messages)
         for message in messages:
-            if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            if not isinstance(message, Mapping) or not all(
+                isinstance(message.get(k), str) for k in ("role", "content")
+            ):
                 raise InvalidRequestError(
                     f'{name} has the message {message!r}; it must be {{"role": text, "content": text}}'
                 )
         tokenizer = self.engine.tokenizer
         if not tokenizer.chat_template:
             raise InvalidRequestError(
-                "this model has no chat template; use `generate` with a prompt in the form that it was trained on"
+                "this model has no chat template; use `generate` with a prompt in the form that it was "
+                "trained on"
             )
         try:
-            text = tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True)
+            text = tokenizer.apply_chat_template(
+                [dict(m) for m in messages], tokenize=False, add_generation_prompt=True
+            )
         except Exception as error:  # Templates raise on what they do not accept, each in its own way.
             raise InvalidRequestError(f"{name} does not fit the model's chat template: {error}") from error
-        return text, _non_empty(tokenizer.encode(text, add_special_tokens=False), name)
+        assert isinstance(text, str)
+        return text, self._encode(text, name, add_special_tokens=False)
+
+    def _encode(self, text: str, name: str, **options: Any) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(
+                f"{name} has {text[error.start]!r} at index {error.start:,}, which is half of a character; "
+                "it must be valid Unicode"
+            ) from error
+        return _non_empty(self.engine.tokenizer.encode(text, **options), name)
 
 
 def _checked(params: SamplingParams | None) -> SamplingParams:
     if params is None:
         return _DEFAULT_PARAMS
     if not isinstance(params, SamplingParams):
-        raise InvalidRequestError(f"sampling_params is {params!r}; it must be a SamplingParams, or a list of them")
+        raise InvalidRequestError(
+            f"sampling_params is {params!r}; it must be a SamplingParams, or a list of them"
+        )
     return params
 
 
 def _check_list(name: str, value: Any) -> None:
-    if not isinstance(value, Sequence) or isinstance(value, str):
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise InvalidRequestError(f"{name} is {value!r}; it must be a list")
 
 
 def _checked_token_ids(token_ids: Any, name: str) -> list[int]:
-    try:
-        ids = [int(token) for token in token_ids if not isinstance(token, bool | float | str)]
-        if len(ids) == len(token_ids):
-            return _non_empty(ids, name)
-    except (TypeError, ValueError):
-        pass
-    raise InvalidRequestError(f"{name} has prompt_token_ids {token_ids!r}; they must be a list of integers")
+    if not isinstance(token_ids, Sequence | np.ndarray) or isinstance(token_ids, str | bytes):
+        raise InvalidRequestError(
+            f"{name} has prompt_token_ids {token_ids!r}; they must be a list of integers"
+        )
+    for i, token_id in enumerate(token_ids):
+        if not isinstance(token_id, Integral) or isinstance(token_id, bool):
+            raise InvalidRequestError(f"{name} has {token_id!r} as token id {i}; it must be an integer")
+    return _non_empty([int(token_id) for token_id in token_ids], name)
 
 
 def _non_empty(token_ids: list[int], name: str) -> list[int]:

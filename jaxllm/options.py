@@ -22,9 +22,7 @@ def refuse_unknown_options[C: type](error: type[JaxLLMError]) -> Callable[[C], C
                 if name not in known:
                     closest = difflib.get_close_matches(name, known, n=1)
                     hint = f" Did you mean {closest[0]}?" if closest else ""
-                    raise error(
-                        f"{cls.__name__} has no option {name!r}.{hint} The options are {', '.join(known)}."
-                    )
+                    raise error(f"{cls.__name__} has no option {name!r}.{hint} The options are {', '.join(known)}.")
             initialize(self, *args, **options)
 
         cls.__init__ = checked  # type: ignore[misc]

@@ -65,9 +65,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         set_field = functools.partial(object.__setattr__, self)
 
-        temperature = _real(
-            "temperature", self.temperature, 0, _MAX_FLOAT32, "a finite number >= 0; 0 is greedy"
-        )
+        temperature = _real("temperature", self.temperature, 0, _MAX_FLOAT32, "a finite number >= 0; 0 is greedy")
         set_field("temperature", temperature if temperature >= _GREEDY_BELOW else 0.0)
         set_field("top_p", _real("top_p", self.top_p, _SMALLEST_FLOAT, 1, "in (0, 1]; 1 turns it off"))
         top_k = _integer("top_k", self.top_k, -1, _MAX_INT32, "an integer in [-1, 2**31); 0 turns it off")

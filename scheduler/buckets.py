@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-_MAX_FINE_SIZES = 4  # mixed sizes a factor of 2 apart, if this many are enough; else a factor of 4
+_MIXED_FACTOR = 4  # between mixed sizes: the reading of the weights hides some padding, programs cost start-up time
+_MIN_MIXED_TOKENS = 64
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -19,31 +20,28 @@ class Bucket:
         return self.num_tokens == self.num_seqs
 
     def fits(self, num_tokens: int, num_seqs: int, decode_only: bool) -> bool:
-        return (
-            num_tokens <= self.num_tokens
-            and num_seqs <= self.num_seqs
-            and (decode_only or not self.is_decode_only)
-        )
+        return num_tokens <= self.num_tokens and num_seqs <= self.num_seqs and (decode_only or not self.is_decode_only)
 
 
 def declare_buckets(max_num_batched_tokens: int, max_num_seqs: int, min_tokens: int) -> tuple[Bucket, ...]:
     """All buckets that steps within these bounds need, the cheapest first; the last one fits any step.
 
     Decode-only buckets double from `min_tokens` up to `max_num_seqs`. Mixed buckets all have `max_num_seqs`
-    rows; they grow by 2, or by 4 where that would be too many programs, from about twice `max_num_seqs` (at
-    least 64) up to `max_num_batched_tokens`. No bucket has fewer than `min_tokens` tokens: a matrix product
-    of one row is slow on some devices.
+    rows; they shrink by a factor of 4 from `max_num_batched_tokens`, down to about twice `max_num_seqs` (at
+    least 64). No bucket has fewer than `min_tokens` tokens: a matrix product of one row is slow on some devices.
     """
-    decode_sizes = _sizes(min_tokens, max(max_num_seqs, min_tokens), 2)
-    largest = max_num_batched_tokens
-    if largest <= decode_sizes[-1]:
-        largest = 2 * decode_sizes[-1]  # T = S would say that each row has one token
-    smallest = 64
-    while smallest < 2 * max_num_seqs:
-        smallest *= 2
-    mixed_sizes = _sizes(smallest, largest, 2)
-    if len(mixed_sizes) > _MAX_FINE_SIZES:
-        mixed_sizes = _sizes(smallest, largest, 4)
+    decode_sizes, size = [], min_tokens
+    while size < max_num_seqs:
+        decode_sizes.append(size)
+        size *= 2
+    decode_sizes.append(max(max_num_seqs, min_tokens))
+
+    largest = max(max_num_batched_tokens, 2 * min_tokens)
+    if largest == max_num_seqs:
+        largest *= 2  # T = S would say that each row has one token
+    mixed_sizes = [largest]
+    while (size := mixed_sizes[0] // _MIXED_FACTOR) >= max(2 * max_num_seqs, _MIN_MIXED_TOKENS):
+        mixed_sizes.insert(0, size)
     return (
         *(Bucket(size, size) for size in decode_sizes),
         *(Bucket(size, max_num_seqs) for size in mixed_sizes),
@@ -59,12 +57,3 @@ def pick(buckets: Iterable[Bucket], num_tokens: int, num_seqs: int, decode_only:
     if not fitting:
         raise ValueError(f"no bucket fits a step of {num_tokens:,} tokens in {num_seqs:,} rows")
     return min(fitting)
-
-
-def _sizes(smallest: int, largest: int, factor: int) -> list[int]:
-    """smallest, smallest * factor, … and, in any case, largest."""
-    sizes = []
-    while smallest < largest:
-        sizes.append(smallest)
-        smallest *= factor
-    return [*sizes, largest]

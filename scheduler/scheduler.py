@@ -150,9 +150,7 @@ class Scheduler:
         num_pending_R = np.zeros_like(self.table.num_pending_tokens)
         for plan in self._in_flight:
             num_pending_R[plan.rows] += plan.samples & (self.table.occupancy[plan.rows] == plan.occupancies)
-        assert (num_pending_R == self.table.num_pending_tokens).all(), (
-            "a pending token that no step will bring"
-        )
+        assert (num_pending_R == self.table.num_pending_tokens).all(), "a pending token that no step will bring"
 
     def _give_pages_to_decodes(self, num_scheduled_R: np.ndarray) -> bool:
         """Gives a page to each one-token row that has filled its own. Preempts until there are enough pages.

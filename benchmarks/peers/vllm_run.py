@@ -1,7 +1,7 @@
 """vLLM on CPU, from a folder of bfloat16 safetensors.
 
-Shown at its best: compiled by torch's inductor, no prefix cache, no detokenizing, Intel's OpenMP (see the environment
-that offline.py sets), and a KV cache that holds all requests of the benchmark at once.
+Shown at its best: compiled by torch's inductor, in one process, with Intel's OpenMP and a thread for each core (by the
+environment that offline.py sets), without prefix cache and detokenizing.
 """
 
 import argparse
@@ -12,12 +12,12 @@ import workload
 from workload import TokenIds
 
 
-def load(args: argparse.Namespace) -> workload.Generate:
+def load(args: argparse.Namespace) -> workload.Engine:
     llm = vllm.LLM(
         args.model,
         dtype="bfloat16",
         max_model_len=workload.MAX_MODEL_LEN,
-        max_num_seqs=max(workload.PREFILL_BATCH, *args.concurrency),
+        max_num_seqs=max(*workload.PREFILL_BATCHES, *args.concurrency),
         enable_prefix_caching=False,
     )
 
@@ -26,7 +26,7 @@ def load(args: argparse.Namespace) -> workload.Generate:
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
-    return generate
+    return workload.Engine(generate)
 
 
 if __name__ == "__main__":

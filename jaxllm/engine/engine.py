@@ -1,5 +1,6 @@
 """The loop: schedule a step, launch it, and take in the result of the one before."""
 
+import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from jaxllm.config import EngineConfig, resolve
+from jaxllm.config import EngineConfig, ResolvedConfig, resolve
 from jaxllm.engine.output_processor import OutputProcessor
 from jaxllm.engine.runner import Runner, StepHandle
 from jaxllm.errors import ConfigError, InvalidRequestError
@@ -18,8 +19,16 @@ from jaxllm.loading.checkpoint import Checkpoint
 from jaxllm.loading.sources import open_checkpoint
 from jaxllm.models.model import Model, model_max_len
 from jaxllm.outputs import RequestOutput
+from jaxllm.pallas_kernels.ragged_paged_attention.api import IMPLEMENTATIONS
 from jaxllm.sampling_params import SamplingParams
-from jaxllm.scheduler import Request, RequestRefusedError, RequestStatus, SamplingRow, Scheduler, SchedulerConfig
+from jaxllm.scheduler import (
+    Request,
+    RequestRefusedError,
+    RequestStatus,
+    SamplingRow,
+    Scheduler,
+    SchedulerConfig,
+)
 from jaxllm.scheduler.buckets import pick
 from jaxllm.scheduler.step_batch import StepBatch
 from jaxllm.scheduler.step_plan import StepPlan
@@ -35,31 +44,36 @@ class Engine:
         """Opens the model, reads its weights and compiles the first program, side by side."""
         checkpoint = open_checkpoint(config.model, revision=config.revision)
         platform = jax.default_backend()
-        self.config = config = resolve(config, platform=platform, model_max_len=model_max_len(checkpoint.config))
-        assert config.max_model_len and config.max_num_seqs and config.max_num_batched_tokens and config.page_size
-        _use_compilation_cache(config)
-        mesh = _make_mesh(config.tensor_parallel_size)
+        self.config = resolved = resolve(config, platform=platform, model_max_len=model_max_len(checkpoint.config))
+        if resolved.attention_implementation not in (None, *IMPLEMENTATIONS):
+            raise ConfigError(
+                f"attention_implementation is {resolved.attention_implementation!r}; it must be one of "
+                f"{', '.join(IMPLEMENTATIONS)}, or None for auto"
+            )
+        _use_compilation_cache(resolved)
+        mesh = _make_mesh(resolved.tensor_parallel_size)
         model = Model.from_checkpoint(
-            checkpoint, dtype=jnp.dtype(config.dtype), max_model_len=config.max_model_len, mesh=mesh
+            checkpoint, dtype=jnp.dtype(resolved.dtype), max_model_len=resolved.max_model_len, mesh=mesh
         )
         with ThreadPoolExecutor(2, thread_name_prefix="jaxllm-load") as loaders:
             tokenizer = loaders.submit(checkpoint.tokenizer)
             weights = loaders.submit(model.load, checkpoint, progress=progress)
-            self.runner = Runner(model, config, mesh)
+            self.runner = Runner(model, resolved, mesh)
             self.runner.start(weights.result())
             self.tokenizer: PreTrainedTokenizerFast = tokenizer.result()
 
         self.scheduler = Scheduler(
             SchedulerConfig(
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                max_model_len=config.max_model_len,
-                page_size=config.page_size,
+                max_num_seqs=resolved.max_num_seqs,
+                max_num_batched_tokens=resolved.max_num_batched_tokens,
+                max_model_len=resolved.max_model_len,
+                page_size=resolved.page_size,
                 num_pages=self.runner.num_pages,
             )
         )
         self.vocab_size = model.config.vocab_size
         self._eos_token_ids = _eos_token_ids(checkpoint, self.tokenizer)
+        self._seeds = random.Random(config.seed)
         self._outputs = OutputProcessor(self.tokenizer)
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
 
@@ -92,7 +106,8 @@ class Engine:
         outside = [token for token in prompt_token_ids if not 0 <= token < self.vocab_size]
         if outside:
             raise InvalidRequestError(
-                f"token id {outside[0]} is not in the vocabulary; ids must be from 0 to {self.vocab_size - 1:,}"
+                f"token id {outside[0]:,} is not in the vocabulary; ids must be from 0 to "
+                f"{self.vocab_size - 1:,}"
             )
         stop_token_ids = params.stop_token_ids or ()
         try:
@@ -108,7 +123,7 @@ class Engine:
                     top_k=params.top_k,
                     top_p=params.top_p,
                     min_p=params.min_p,
-                    seed=params.seed_uint32(),
+                    seed=self._seeds.getrandbits(32) if params.seed is None else params.seed_uint32(),
                 ),
             )
             self.scheduler.add_request(request)
@@ -117,16 +132,26 @@ class Engine:
         self._outputs.add(request, prompt=prompt, params=params, on_text=on_text)
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
-        """Ends a request in any state. Returns what it has so far, or None if no unfinished request has this id."""
+        """Ends a request in any state. Returns what it has so far; None if no unfinished one has this id."""
         return self._outputs.finish(request_id) if self.scheduler.abort_request(request_id) else None
 
+    def abort_all(self) -> list[RequestOutput]:
+        """Ends every request, after a `step` that raised. Returns what they have so far."""
+        request_ids = self._outputs.request_ids
+        for request_id in request_ids:
+            self.scheduler.abort_request(request_id)
+        return [self._outputs.finish(request_id) for request_id in request_ids]
+
     def step(self) -> list[RequestOutput]:
-        """Launches the next step, and takes in the one before while it runs. Returns the requests that finished."""
+        """Launches the next step, and takes in the one before while it runs. Returns what has finished."""
         plan = self.scheduler.schedule()
         if plan is not None:
             bucket = pick(self.runner.ready_buckets, plan.num_tokens, plan.num_seqs, plan.is_decode_only)
             handle = self.runner.launch(StepBatch.build(plan, self.scheduler.table, bucket))
             self._in_flight.append((plan, handle))
+            self._outputs.note_start(
+                self.scheduler.table.requests_of(plan.rows[plan.num_computed_tokens == 0])
+            )
         num_ahead = 0 if plan is None else 1
         if len(self._in_flight) <= num_ahead:
             return []
@@ -146,8 +171,8 @@ def _make_mesh(tensor_parallel_size: int) -> jax.sharding.Mesh:
     devices = jax.devices()
     if tensor_parallel_size > len(devices):
         raise ConfigError(
-            f"tensor_parallel_size is {tensor_parallel_size}; this machine has {len(devices)} {devices[0].platform} "
-            "devices. Lower it, or run on more devices."
+            f"tensor_parallel_size is {tensor_parallel_size}; this machine has {len(devices)} "
+            f"{devices[0].platform} devices. Lower it, or run on more devices."
         )
     return jax.make_mesh(
         (1, tensor_parallel_size),
@@ -157,7 +182,7 @@ def _make_mesh(tensor_parallel_size: int) -> jax.sharding.Mesh:
     )
 
 
-def _use_compilation_cache(config: EngineConfig) -> None:
+def _use_compilation_cache(config: ResolvedConfig) -> None:
     """Keeps compiled programs on disk, unless JAX has been told where already."""
     if config.compilation_cache_dir and not jax.config.jax_compilation_cache_dir:
         jax.config.update("jax_compilation_cache_dir", config.compilation_cache_dir)

@@ -81,18 +81,18 @@ def memory_limit_bytes(device: jax.Device, utilization: float, weights_bytes: in
     """What we may take of a device's memory: on accelerators in all, on CPU beside the weights (`EngineConfig`)."""
     stats = device.memory_stats()
     if stats is None:
-        return weights_bytes + int((available_host_bytes() - weights_bytes) * utilization)
+        return weights_bytes + int(host_memory_bytes() * utilization)
     return int(stats["bytes_limit"] * utilization)
 
 
-def available_host_bytes() -> int:
-    """Memory that this process can still take: the system's, or what a container leaves of it."""
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        available = int(fields["MemAvailable"].split()[0]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and (text := limit.read_text().strip()) != "max":
-        available = min(available, int(text) - int(used.read_text()))
-    return available
+def host_memory_bytes() -> int:
+    """The host's memory, or what a container may use of it.
+
+    Not what happens to be free: the number of pages follows from this, the programs from that, and a program of
+    another shape is not found in the compilation cache.
+    """
+    host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    container_limit = Path("/sys/fs/cgroup/memory.max")
+    if container_limit.exists() and (text := container_limit.read_text().strip()) != "max":
+        return min(host_bytes, int(text))
+    return host_bytes

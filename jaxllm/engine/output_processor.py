@@ -1,7 +1,7 @@
 """From the scheduler's tokens to what a request gives back: text, reasons, times."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -43,7 +43,7 @@ class _Record:
 
 
 class OutputProcessor:
-    """Watches unfinished requests. A request that is neither streamed nor has stop strings costs nothing per token:
+    """Watches unfinished requests. One that is neither streamed nor has stop strings costs nothing per token:
     its text is made at the end."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast"):
@@ -51,7 +51,12 @@ class OutputProcessor:
         self._records: dict[str, _Record] = {}
 
     def add(
-        self, request: Request, *, prompt: str | None, params: SamplingParams, on_text: Callable[[str], None] | None
+        self,
+        request: Request,
+        *,
+        prompt: str | None,
+        params: SamplingParams,
+        on_text: Callable[[str], None] | None,
     ) -> None:
         """`on_text` is called with each new piece of the text."""
         needs_text = on_text is not None or params.stop
@@ -67,16 +72,30 @@ class OutputProcessor:
             ),
         )
 
+    @property
+    def request_ids(self) -> list[str]:
+        """Of the requests that `process` and `finish` have not returned yet."""
+        return list(self._records)
+
+    def note_start(self, requests: Sequence[Request]) -> None:
+        """A step that was just launched computes the first tokens of these requests (again, if preempted)."""
+        for request in requests:
+            metrics = self._records[request.request_id].metrics
+            if metrics.first_scheduled_time is None:
+                metrics.first_scheduled_time = time.monotonic()
+
     def process(self, output: StepOutput) -> tuple[list[RequestOutput], list[RequestOutput]]:
-        """Takes in a step's tokens. Returns the requests that the scheduler has finished, and those that end here
-        because of a stop string, which the scheduler does not know yet."""
+        """Takes in a step's tokens. Returns the requests that the scheduler has finished, and those that end
+        here because of a stop string, which the scheduler does not know yet."""
         now = time.monotonic()
         stopped = []
         for request, token_id in zip(output.requests, output.token_ids.tolist(), strict=True):
             record = self._records[request.request_id]
             if record.metrics.first_token_time is None:
                 record.metrics.first_token_time = now
-            if record.detokenizer is None or (request.status.is_finished and self._is_stop_token(request, token_id)):
+            if record.detokenizer is None or (
+                request.status.is_finished and self._is_stop_token(request, token_id)
+            ):
                 continue
             text, stop_string = record.stop_strings.append(record.detokenizer.append([token_id]))
             record.show(text)
@@ -84,7 +103,9 @@ class OutputProcessor:
                 stopped.append(self._finish(record, "stop", stop_string, now))
         stopped_ids = {done.request_id for done in stopped}
         finished = [
-            self.finish(request.request_id, now) for request in output.finished if request.request_id not in stopped_ids
+            self.finish(request.request_id, now)
+            for request in output.finished
+            if request.request_id not in stopped_ids
         ]
         return finished, stopped
 

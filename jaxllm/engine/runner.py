@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxllm.config import EngineConfig
+from jaxllm.config import ResolvedConfig
 from jaxllm.engine.kv_cache import KVCacheLayout, MemoryBudget, memory_limit_bytes
 from jaxllm.engine.step_program import StepResult, make_step
 from jaxllm.models.model import Model
@@ -36,20 +36,18 @@ class StepHandle:
 
 
 class Runner:
-    """Owns the weights, the caches and the programs. `config` must be resolved.
+    """Owns the weights, the caches and the programs.
 
     The constructor compiles the program of the largest bucket, which fits every step; it needs the model's shapes
     only. `start` takes the weights, after which steps can be launched; the other programs are compiled in background
     threads, the larger first, and `ready_buckets` grows as they come.
     """
 
-    def __init__(self, model: Model, config: EngineConfig, mesh: Mesh):
-        assert config.max_model_len and config.max_num_seqs and config.max_num_batched_tokens and config.page_size
+    def __init__(self, model: Model, config: ResolvedConfig, mesh: Mesh):
         self._model = model
         self._config = config
         self._mesh = mesh
         self._whole = NamedSharding(mesh, PartitionSpec())
-        self._max_pages_per_seq = -(-config.max_model_len // config.page_size)
         self._layout = KVCacheLayout(
             num_layers=model.config.num_layers,
             page_size=config.page_size,
@@ -68,7 +66,6 @@ class Runner:
 
     def start(self, weights: list[jax.Array]) -> None:
         """Takes the weights, in the order of the model's `structs`, and allocates the caches."""
-        assert self._config.max_num_seqs
         self._weights = weights
         self._kv_pages = self._layout.allocate(self.num_pages)
         self._last_token_ids = jax.device_put(np.zeros(self._config.max_num_seqs + 1, np.int32), self._whole)
@@ -99,12 +96,11 @@ class Runner:
     def _compile_largest(self) -> None:
         """Compiles the largest bucket's program and settles the number of pages, which its temporaries decide."""
         config, largest, page_bytes = self._config, self.buckets[-1], self._layout.page_bytes()
-        assert config.max_num_seqs and config.memory_utilization
         if config.num_pages is not None:
             self._compile(largest)
             return
         limit_bytes = memory_limit_bytes(jax.local_devices()[0], config.memory_utilization, self._model.weights_bytes)
-        at_most = config.max_num_seqs * self._max_pages_per_seq + 1
+        at_most = config.max_num_seqs * self._config.max_pages_per_seq + 1
         temporaries_bytes = _estimate_temporaries_bytes(self._model.config, largest)
         while True:
             budget = MemoryBudget(
@@ -112,7 +108,7 @@ class Runner:
                 weights_bytes=self._model.weights_bytes,
                 temporaries_bytes=temporaries_bytes,
             )
-            self.num_pages = budget.num_pages(page_bytes, at_least=self._max_pages_per_seq + 1, at_most=at_most)
+            self.num_pages = budget.num_pages(page_bytes, at_least=self._config.max_pages_per_seq + 1, at_most=at_most)
             needed_bytes = self._compile(largest)
             if needed_bytes <= budget.limit_bytes - budget.weights_bytes - self.num_pages * page_bytes:
                 return
@@ -121,20 +117,25 @@ class Runner:
     def _compile(self, bucket: Bucket) -> int:
         """Makes the bucket's program. Returns the bytes of its temporaries."""
         config = self._config
-        assert config.max_num_seqs
-        step = make_step(self._model, bucket, self._max_pages_per_seq, config.attention_implementation)
-        packed_size = fields(bucket, self._max_pages_per_seq)["num_seqs"].end
+        step = make_step(self._model, bucket, self._config.max_pages_per_seq, config.attention_implementation)
+        packed_size = fields(bucket, self._config.max_pages_per_seq)["num_seqs"].end
         arguments = (
-            list(self._model.structs.values()),
+            self._model.structs,
             self._layout.structs(self.num_pages),
             jax.ShapeDtypeStruct((config.max_num_seqs + 1,), jnp.int32, sharding=self._whole),
             jax.ShapeDtypeStruct((packed_size,), jnp.int32, sharding=self._whole),
         )
-        out_shardings = ([self._layout.sharding] * self._layout.num_layers, self._whole, StepResult(self._whole))
+        out_shardings = (
+            [self._layout.sharding] * self._layout.num_layers,
+            self._whole,
+            self._whole,
+        )
         with jax.set_mesh(self._mesh):
             program = jax.jit(step, donate_argnums=(1, 2), out_shardings=out_shardings).lower(*arguments).compile()
         self._programs[bucket] = program
-        return program.memory_analysis().temp_size_in_bytes
+        memory = program.memory_analysis()
+        assert memory is not None
+        return memory.temp_size_in_bytes
 
 
 def _estimate_temporaries_bytes(config: ModelConfig, bucket: Bucket) -> int:

@@ -69,9 +69,7 @@ class Attention(nnx.Module):
         assert config.qk_norm_eps is not None
         return RMSNorm(config.head_dim, eps=config.qk_norm_eps, unit_offset=config.unit_offset_norm)
 
-    def __call__(
-        self, x_TD: Array, rotation: Rotation, kv_pages: Array, metadata: StepMetadata
-    ) -> tuple[Array, Array]:
+    def __call__(self, x_TD: Array, rotation: Rotation, kv_pages: Array, metadata: StepMetadata) -> tuple[Array, Array]:
         """(output [T, D], the cache with this step's K and V)."""
         config = self.config
         qkv_TKXH = self.qkv(x_TD)

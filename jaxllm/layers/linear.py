@@ -5,7 +5,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from jaxllm.layers.parameter import parameter
+from jaxllm.layers.parameter import REPLICATED, parameter
 
 
 class Linear(nnx.Module):
@@ -26,7 +26,7 @@ class Linear(nnx.Module):
         partition: PartitionSpec,
         *,
         bias_shape: tuple[int, ...] | None = None,
-        bias_partition: PartitionSpec = PartitionSpec(),
+        bias_partition: PartitionSpec = REPLICATED,
     ):
         self.equation = equation
         self.weight = parameter(shape, dtype, partition)

@@ -5,11 +5,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+REPLICATED = PartitionSpec()
+
 # Activations keep the accelerator's native width; XLA on CPU has no fast bfloat16 but in its dots.
 _ACTIVATION_DTYPE_ON_CPU = jnp.dtype(jnp.float32)
 
 
-def parameter(shape: tuple[int, ...], dtype: jnp.dtype, partition: PartitionSpec = PartitionSpec()) -> nnx.Param:
+def parameter(shape: tuple[int, ...], dtype: jnp.dtype, partition: PartitionSpec = REPLICATED) -> nnx.Param:
     """A parameter to be filled by the loader. `partition` names a mesh axis ("model") for each split axis.
 
     Build models under `nnx.eval_shape`, so that nothing is allocated here.

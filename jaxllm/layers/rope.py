@@ -44,7 +44,7 @@ def rotate(x_TKXH: Array, rotation: Rotation) -> Array:
     R = cos_T11R.shape[-1]
     x32 = x_TKXH[..., :R].astype(jnp.float32)
     rotated = (x32 * cos_T11R + jnp.roll(x32, R // 2, axis=-1) * sin_T11R).astype(x_TKXH.dtype)
-    return rotated if R == x_TKXH.shape[-1] else jnp.concatenate([rotated, x_TKXH[..., R:]], axis=-1)
+    return rotated if x_TKXH.shape[-1] == R else jnp.concatenate([rotated, x_TKXH[..., R:]], axis=-1)
 
 
 def make_rope(config: dict[str, Any], head_dim: int, max_model_len: int, *, theta: float | None = None) -> RopeConfig:
@@ -88,7 +88,7 @@ def make_rope(config: dict[str, Any], head_dim: int, max_model_len: int, *, thet
         case "dynamic":
             inv_freq = _dynamic(base, dim, scaling["factor"], original_len or max_position, max_model_len)
         case "llama3":
-            inv_freq = _llama3(inv_freq, scaling, original_len)
+            inv_freq = _llama3(inv_freq, scaling, original_len or max_position)
         case "yarn":
             factor = scaling.get("factor") or max_position / original_len
             inv_freq = _yarn(inv_freq, base, dim, factor, original_len or max_position, scaling)

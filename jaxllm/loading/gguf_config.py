@@ -19,9 +19,7 @@ GEMMA3_SLIDING_WINDOW_PATTERN = 6
 GEMMA3_27B_NUM_LAYERS = 62
 
 # Files name one end-of-sequence token; chat models end their turns by further ones, known by their text.
-TURN_ENDS = frozenset(
-    {"<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>"}
-)
+TURN_ENDS = frozenset({"<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>"})
 
 
 def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
@@ -84,14 +82,10 @@ def _gemma3(fields: "_Fields", head_dim: int) -> dict[str, Any]:
         "hidden_act": "gelu_pytorch_tanh",
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": (
-            fields.integer("embedding_length") // fields.integer("attention.head_count")
-            if is_27b
-            else head_dim
+            fields.integer("embedding_length") // fields.integer("attention.head_count") if is_27b else head_dim
         ),
         "rope_local_base_freq": fields.optional("rope.freq_base_swa") or GEMMA3_LOCAL_ROPE_THETA,
-        "sliding_window_pattern": fields.integer(
-            "attention.sliding_window_pattern", GEMMA3_SLIDING_WINDOW_PATTERN
-        ),
+        "sliding_window_pattern": fields.integer("attention.sliding_window_pattern", GEMMA3_SLIDING_WINDOW_PATTERN),
         "attn_logit_softcapping": fields.optional("attn_logit_softcapping"),
         "final_logit_softcapping": fields.optional("final_logit_softcapping"),
     }
@@ -123,9 +117,7 @@ def _rope_scaling(fields: "_Fields") -> dict[str, Any] | None:
 
 def _token_ids(file: GGUFFile) -> dict[str, Any]:
     stored_names = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
-    return {
-        name: file.metadata.get(f"tokenizer.ggml.{stored}_token_id") for name, stored in stored_names.items()
-    }
+    return {name: file.metadata.get(f"tokenizer.ggml.{stored}_token_id") for name, stored in stored_names.items()}
 
 
 class _Fields:
@@ -138,9 +130,7 @@ class _Fields:
     @property
     def embedding_shape(self) -> tuple[int, ...]:
         if "token_embd.weight" not in self.file.tensors:
-            raise CorruptCheckpointError(
-                f"{self.file.path} has no tensor token_embd.weight. Download it again."
-            )
+            raise CorruptCheckpointError(f"{self.file.path} has no tensor token_embd.weight. Download it again.")
         return self.file.tensors["token_embd.weight"].shape
 
     def optional(self, name: str) -> Any:
@@ -148,9 +138,7 @@ class _Fields:
 
     def required(self, name: str) -> Any:
         if (value := self.optional(name)) is None:
-            raise CorruptCheckpointError(
-                f"{self.file.path} lacks the metadata {self._prefix}{name}. Convert it again."
-            )
+            raise CorruptCheckpointError(f"{self.file.path} lacks the metadata {self._prefix}{name}. Convert it again.")
         return value
 
     def integer(self, name: str, default: int | None = None) -> int:
@@ -160,8 +148,7 @@ class _Fields:
             return default
         if not isinstance(value, int):
             raise UnsupportedModelError(
-                f"{self._prefix}{name} in {self.file.path} is {value!r}; this version knows one number for "
-                "all layers."
+                f"{self._prefix}{name} in {self.file.path} is {value!r}; this version knows one number for all layers."
             )
         return value
 

@@ -72,8 +72,7 @@ class GGUFFile:
                     ) from error
         if self.metadata.get("split.count", 1) > 1:
             raise UnsupportedModelError(
-                f"{path} is one of {self.metadata['split.count']} parts; merge them by "
-                "`llama-gguf-split --merge`."
+                f"{path} is one of {self.metadata['split.count']} parts; merge them by `llama-gguf-split --merge`."
             )
         expected = max((tensor.offset_bytes + tensor.nbytes for tensor in self.tensors.values()), default=0)
         if size < expected:
@@ -108,8 +107,7 @@ class GGUFFile:
         alignment = self.metadata.get("general.alignment", 32)
         data_start = -(-cursor.position // alignment) * alignment
         self.tensors = {
-            name: GGUFTensor(shape, tensor_type, data_start + offset)
-            for name, shape, tensor_type, offset in infos
+            name: GGUFTensor(shape, tensor_type, data_start + offset) for name, shape, tensor_type, offset in infos
         }
 
     def _parse_tensor(self, cursor: "_Cursor") -> tuple[str, tuple[int, ...], GGMLQuantizationType, int]:

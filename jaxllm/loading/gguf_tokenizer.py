@@ -113,8 +113,7 @@ def build_tokenizer(metadata: dict[str, Any], source: str) -> GGUFTokenizer:
 def _variant(pre: str | None, source: str) -> ByteLevelVariant:
     if pre not in VARIANTS:
         raise UnsupportedModelError(
-            f"{source} cuts text into words by tokenizer.ggml.pre = {pre!r}; this version knows "
-            f"{', '.join(VARIANTS)}."
+            f"{source} cuts text into words by tokenizer.ggml.pre = {pre!r}; this version knows {', '.join(VARIANTS)}."
         )
     return VARIANTS[pre]
 
@@ -179,14 +178,9 @@ def _merges_from_scores(tokens: list[str], types: list[int], scores: list[float]
 def _add_whole_tokens(backend: Tokenizer, tokens: list[str], types: np.ndarray) -> None:
     """Tokens that are found in a text before it is cut into words. Decoding can skip the control tokens."""
     whole = {
-        kind: [
-            AddedToken(tokens[i], normalized=False, special=kind == CONTROL)
-            for i in np.flatnonzero(types == kind)
-        ]
+        kind: [AddedToken(tokens[i], normalized=False, special=kind == CONTROL) for i in np.flatnonzero(types == kind)]
         for kind in (CONTROL, USER_DEFINED)
     }
     backend.add_special_tokens(whole[CONTROL])
     # A run of spaces is no longer in the vocabulary under its own name, see `_sentencepiece`.
-    backend.add_tokens(
-        [token for token in whole[USER_DEFINED] if backend.token_to_id(token.content) is not None]
-    )
+    backend.add_tokens([token for token in whole[USER_DEFINED] if backend.token_to_id(token.content) is not None])

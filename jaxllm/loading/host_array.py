@@ -44,8 +44,7 @@ def read_array(path: Path, offset_bytes: int, shape: tuple[int, ...], dtype: DTy
             count = file.readinto(unread)
             if not count:
                 raise CorruptCheckpointError(
-                    f"{path} ended {len(unread):,} bytes too early: it was cut while it was read. "
-                    "Download it again."
+                    f"{path} ended {len(unread):,} bytes too early: it was cut while it was read. Download it again."
                 )
             unread = unread[count:]
     return array

@@ -70,9 +70,7 @@ class SafetensorsCheckpoint:
             )
         self.config: dict[str, Any] = _read_json(folder / "config.json")
         generation_config = folder / "generation_config.json"
-        self.generation_config: dict[str, Any] = (
-            _read_json(generation_config) if generation_config.is_file() else {}
-        )
+        self.generation_config: dict[str, Any] = _read_json(generation_config) if generation_config.is_file() else {}
         _refuse_quantized(self.config, self.source)
 
         self._tensors: dict[str, StoredTensor] = {}
@@ -98,15 +96,11 @@ class SafetensorsCheckpoint:
 
     def tokenizer(self) -> "PreTrainedTokenizerFast":
         if not any((self._folder / name).is_file() for name in TOKENIZER_FILES):
-            raise TokenizerNotFoundError(
-                f"{self.source} holds no tokenizer: none of {', '.join(TOKENIZER_FILES)}."
-            )
+            raise TokenizerNotFoundError(f"{self.source} holds no tokenizer: none of {', '.join(TOKENIZER_FILES)}.")
         from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes a second
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(
-                self._folder, local_files_only=True, trust_remote_code=False
-            )
+            tokenizer = AutoTokenizer.from_pretrained(self._folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # the tokenizers library raises nothing more special
             raise TokenizerNotFoundError(f"the tokenizer of {self.source} cannot be read: {error}") from error
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -138,9 +132,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     tensors = {}
     for name, (dtype, shape, begin, end) in layout.items():
         if dtype not in DTYPES:
-            raise UnsupportedModelError(
-                f"tensor {name} in {path} is of type {dtype}; known are {', '.join(DTYPES)}."
-            )
+            raise UnsupportedModelError(f"tensor {name} in {path} is of type {dtype}; known are {', '.join(DTYPES)}.")
         tensor = StoredTensor(path, data_start + begin, shape, np.dtype(DTYPES[dtype]))
         if begin < 0 or end - begin != tensor.nbytes:
             raise CorruptCheckpointError(
@@ -188,6 +180,5 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _truncated(path: Path, expected: int, present: int) -> CorruptCheckpointError:
     return CorruptCheckpointError(
-        f"{path} is truncated: its header describes {expected:,} bytes, {present:,} are present. Download it "
-        "again."
+        f"{path} is truncated: its header describes {expected:,} bytes, {present:,} are present. Download it again."
     )

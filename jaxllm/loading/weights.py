@@ -3,12 +3,9 @@
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from math import prod
 
 import jax
 import numpy as np
-from jax.sharding import Sharding
-from numpy.typing import DTypeLike
 from tqdm import tqdm
 
 from jaxllm.errors import CorruptCheckpointError
@@ -26,26 +23,23 @@ HARMLESS_SUFFIXES = ("rotary_emb.inv_freq", "rope_freqs.weight")  # follow from 
 class WeightSpec:
     """Where one parameter of a model comes from.
 
-    `assemble(*sources)` lays the checkpoint's tensors out as our `shape`, in any dtype; it may return a view
-    of them. `dtype`, if given, overrides the model's.
+    struct: its shape, dtype and sharding. sources: names of tensors in the checkpoint. `assemble(*sources)` lays
+    these out in our shape, in any dtype; it may return a view of them.
     """
 
-    shape: tuple[int, ...]
+    struct: jax.ShapeDtypeStruct
     sources: tuple[str, ...]
     assemble: Callable[..., np.ndarray]
-    dtype: DTypeLike | None = None
 
 
 def load_weights(
     checkpoint: Checkpoint,
     specs: Mapping[str, WeightSpec],
     *,
-    dtype: DTypeLike,
-    shardings: Mapping[str, Sharding],
     progress: bool,
     ignored_prefixes: tuple[str, ...] = (),
 ) -> dict[str, jax.Array]:
-    """Every parameter of `specs`, placed by its sharding, in `dtype` (of numpy, or ml_dtypes.bfloat16).
+    """Every parameter of `specs`, in its dtype and placed by its sharding.
 
     Each tensor is read once and converted once. Of several devices each gets its own shards only. The host
     needs room for NUM_READERS parameters beside the weights. `ignored_prefixes` are those of tensors that the
@@ -54,17 +48,15 @@ def load_weights(
     Raises CorruptCheckpointError, naming the tensors that are missing, unexpected or of a wrong shape.
     """
     _check_names(checkpoint, specs, ignored_prefixes)
-    dtypes = {name: np.dtype(dtype if spec.dtype is None else spec.dtype) for name, spec in specs.items()}
 
     def load(name: str) -> jax.Array:
-        host_array = aligned(_assemble(checkpoint, name, specs[name]), dtypes[name])
+        struct = specs[name].struct
+        host_array = aligned(_assemble(checkpoint, name, specs[name]), struct.dtype)
         # On CPU the array adopts the memory of host_array, which nobody else holds.
-        array = jax.make_array_from_callback(
-            specs[name].shape, shardings[name], host_array.__getitem__, dtype=dtypes[name]
-        )
+        array = jax.make_array_from_callback(struct.shape, struct.sharding, host_array.__getitem__, dtype=struct.dtype)
         return jax.block_until_ready(array)
 
-    total = sum(prod(spec.shape) * dtypes[name].itemsize for name, spec in specs.items())
+    total = sum(spec.struct.size * spec.struct.dtype.itemsize for spec in specs.values())
     weights = {}
     with (
         tqdm(total=total, desc="Loading weights", unit="B", unit_scale=True, disable=not progress) as bar,
@@ -82,24 +74,20 @@ def _assemble(checkpoint: Checkpoint, name: str, spec: WeightSpec) -> np.ndarray
         array = spec.assemble(*tensors)
     except ValueError as error:  # numpy cannot reshape or concatenate tensors of a wrong shape
         raise _wrong_shape(name, spec, tensors) from error
-    if array.shape != spec.shape:
+    if array.shape != spec.struct.shape:
         raise _wrong_shape(name, spec, tensors)
     return array
 
 
 def _wrong_shape(name: str, spec: WeightSpec, tensors: list[np.ndarray]) -> CorruptCheckpointError:
-    found = ", ".join(
-        f"{source} {tensor.shape}" for source, tensor in zip(spec.sources, tensors, strict=True)
-    )
+    found = ", ".join(f"{source} {tensor.shape}" for source, tensor in zip(spec.sources, tensors, strict=True))
     return CorruptCheckpointError(
-        f"parameter {name} has shape {spec.shape}, which does not follow from the checkpoint's {found}: the "
+        f"parameter {name} has shape {spec.struct.shape}, which does not follow from the checkpoint's {found}: the "
         "configuration and the weights belong to different models, or the file is damaged."
     )
 
 
-def _check_names(
-    checkpoint: Checkpoint, specs: Mapping[str, WeightSpec], ignored_prefixes: tuple[str, ...]
-) -> None:
+def _check_names(checkpoint: Checkpoint, specs: Mapping[str, WeightSpec], ignored_prefixes: tuple[str, ...]) -> None:
     present = checkpoint.tensor_names()
     needed_by = {source: name for name, spec in specs.items() for source in spec.sources}
     if missing := [source for source in needed_by if source not in present]:

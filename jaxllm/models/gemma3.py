@@ -1,4 +1,4 @@
-"""Gemma 3, text (Gemma Team, arXiv 2503.19786): local and global layers, QK-norm, a norm before and after each block."""
+"""Gemma 3, text (Gemma Team, arXiv 2503.19786): local and global layers, QK-norm, norms around each block."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -106,9 +106,7 @@ class Gemma3Layer(nnx.Module):
         self.mlp_norm, self.mlp_out_norm = norm(), norm()
         self.mlp = GatedMLP(config.model_dim, config.ff_dim, config.activation, dtype)
 
-    def __call__(
-        self, x_TD: Array, rotation: Rotation, kv_pages: Array, metadata: StepMetadata
-    ) -> tuple[Array, Array]:
+    def __call__(self, x_TD: Array, rotation: Rotation, kv_pages: Array, metadata: StepMetadata) -> tuple[Array, Array]:
         attention_TD, kv_pages = self.attention(self.attention_norm(x_TD), rotation, kv_pages, metadata)
         x_TD = x_TD + self.attention_out_norm(attention_TD)
         return x_TD + self.mlp_out_norm(self.mlp(self.mlp_norm(x_TD))), kv_pages

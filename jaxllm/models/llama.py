@@ -104,9 +104,7 @@ class LlamaLayer(nnx.Module):
         self.mlp_norm = RMSNorm(config.model_dim, eps=config.norm_eps)
         self.mlp = GatedMLP(config.model_dim, config.ff_dim, config.activation, dtype)
 
-    def __call__(
-        self, x_TD: Array, rotation: Rotation, kv_pages: Array, metadata: StepMetadata
-    ) -> tuple[Array, Array]:
+    def __call__(self, x_TD: Array, rotation: Rotation, kv_pages: Array, metadata: StepMetadata) -> tuple[Array, Array]:
         attention_TD, kv_pages = self.attention(self.attention_norm(x_TD), rotation, kv_pages, metadata)
         x_TD = x_TD + attention_TD
         return x_TD + self.mlp(self.mlp_norm(x_TD)), kv_pages

@@ -1,6 +1,7 @@
 """A checkpoint's model: its shapes before the weights are read, and how to read them."""
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import jax
@@ -17,13 +18,9 @@ from jaxllm.models.registry import ModelConfig, find_family
 
 @dataclass(frozen=True)
 class Model:
-    """Everything about a model but its weights, so that programs can be compiled while those are read.
-
-    structs: shape, dtype and sharding of each weight, in the order of the flat leaves that programs take.
-    """
+    """Everything about a model but its weights, so that programs can be compiled while those are read."""
 
     config: ModelConfig
-    structs: dict[str, jax.ShapeDtypeStruct]
     _specs: dict[str, WeightSpec]
     _ignored_prefixes: tuple[str, ...]
     _graphdef: nnx.GraphDef
@@ -41,17 +38,19 @@ class Model:
         config = family.parse_config(checkpoint.config, max_model_len)
         graphdef, state = nnx.split(nnx.eval_shape(lambda: family.model(config, dtype)))
         table = family.weight_table(config)
-        structs, specs = {}, {}
+        specs = {}
         for path, parameter in nnx.to_flat_state(state):
             name = ".".join(map(str, path))
             source = table.pop(name)
-            structs[name] = _struct(name, parameter, mesh)
             tensors = tuple(family.prefix + tensor for tensor in source.names)
-            specs[name] = WeightSpec(
-                shape=structs[name].shape, sources=tensors, assemble=source.assemble, dtype=structs[name].dtype
-            )
+            specs[name] = WeightSpec(_struct(name, parameter, mesh), tensors, source.assemble)
         assert not table, f"the weight table names parameters that the model has not: {sorted(table)}"
-        return cls(config, structs, specs, family.ignored_prefixes, graphdef, jax.tree.structure(state))
+        return cls(config, specs, family.ignored_prefixes, graphdef, jax.tree.structure(state))
+
+    @property
+    def structs(self) -> list[jax.ShapeDtypeStruct]:
+        """Shape, dtype and sharding of each weight, in the order of the flat leaves that programs take."""
+        return [spec.struct for spec in self._specs.values()]
 
     def load(self, checkpoint: Checkpoint, *, progress: bool) -> list[Array]:
         """The weights on their devices, in the order of `structs`.
@@ -61,12 +60,10 @@ class Model:
         weights = load_weights(
             checkpoint,
             self._specs,
-            dtype=jnp.float32,
-            shardings={name: struct.sharding for name, struct in self.structs.items()},
             progress=progress,
             ignored_prefixes=self._ignored_prefixes,
         )
-        return [weights[name] for name in self.structs]
+        return [weights[name] for name in self._specs]
 
     def bind(self, weights: list[Array]) -> Any:
         """The Flax module around these weights; to be called while a step program is traced."""
@@ -75,10 +72,7 @@ class Model:
     @property
     def weights_bytes(self) -> int:
         """Bytes of the weights on each device."""
-        return sum(
-            jax.ShapeDtypeStruct(struct.sharding.shard_shape(struct.shape), struct.dtype).size * struct.dtype.itemsize
-            for struct in self.structs.values()
-        )
+        return sum(prod(struct.sharding.shard_shape(struct.shape)) * struct.dtype.itemsize for struct in self.structs)
 
 
 def _struct(name: str, parameter: nnx.Variable, mesh: Mesh) -> jax.ShapeDtypeStruct:

@@ -33,7 +33,9 @@ def transposed(name: str) -> Source:
 
 def fused_qkv(prefix: str, num_heads: int, num_kv_heads: int, head_dim: int) -> Source:
     """Three of [heads * H, D] -> [D, K, G+2, H]."""
-    return Source(_qkv_names(prefix, "weight"), lambda *qkv: np.moveaxis(_by_kv_head(qkv, num_kv_heads, head_dim), 3, 0))
+    return Source(
+        _qkv_names(prefix, "weight"), lambda *qkv: np.moveaxis(_by_kv_head(qkv, num_kv_heads, head_dim), 3, 0)
+    )
 
 
 def fused_qkv_bias(prefix: str, num_heads: int, num_kv_heads: int, head_dim: int) -> Source:

@@ -1,6 +1,7 @@
 """The public call of ragged paged attention: checks its arguments once and picks an implementation."""
 
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 
 import jax
@@ -35,6 +36,9 @@ def kv_cache_shape(spec: KVCacheSpec, implementation: str | None = None) -> tupl
     return _module(implementation).kv_cache_shape(spec.num_pages, spec.page_size, spec.num_kv_heads, spec.head_dim)
 
 
+@partial(
+    jax.jit, static_argnames=("sm_scale", "sliding_window", "soft_cap", "decode_only", "implementation")
+)  # Inside a program of many layers: traced and lowered once, not once for each.
 def ragged_paged_attention(
     q_TNH: Array,
     k_TKH: Array,

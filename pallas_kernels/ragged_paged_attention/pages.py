@@ -17,7 +17,7 @@ def to_cache_dtype(x_TKH: Array, scale_K: Array | None, dtype: jnp.dtype) -> Arr
     return x_TKH.astype(dtype)
 
 
-def from_cache_dtype(x_KCH: Array, scale_K: Array | None, dtype: jnp.dtype = jnp.dtype(jnp.float32)) -> Array:
-    """The values that a cache holds, times their scale. x has shape [..., K, C, H]."""
+def from_cache_dtype(x_KCH: Array, scale_K: Array | None, dtype: jnp.dtype) -> Array:
+    """The values that a cache holds, times their scale, in `dtype`. x has shape [..., K, C, H]."""
     x_KCH = x_KCH.astype(dtype)
     return x_KCH if scale_K is None else x_KCH * scale_K[:, None, None].astype(dtype)

@@ -44,16 +44,18 @@ def ragged_paged_attention(
     page_T = page_table_SP[seq_T, jnp.clip(position_T // page_size, 0, P - 1)]
     page_T = jnp.where(is_real_T, page_T, num_pages)
     kv_T2KH = jnp.concatenate(
-        [to_cache_dtype(k_TKH, k_scale_K, kv_pages.dtype), to_cache_dtype(v_TKH, v_scale_K, kv_pages.dtype)], axis=1
+        [to_cache_dtype(k_TKH, k_scale_K, kv_pages.dtype), to_cache_dtype(v_TKH, v_scale_K, kv_pages.dtype)],
+        axis=1,
     )
     kv_pages = kv_pages.at[page_T, :, position_T % page_size].set(kv_T2KH, mode="drop")
 
+    q_TKGH = q_TNH.astype(jnp.float32).reshape(T, K, N // K, H) * sm_scale
+
     # Read each token's whole sequence back, C = P * page_size positions.
     kv_T2KCH = jnp.moveaxis(kv_pages[page_table_SP[seq_T]], 1, 2).reshape(T, 2 * K, P * page_size, H)
-    k_TKCH = from_cache_dtype(kv_T2KCH[:, :K], k_scale_K)
-    v_TKCH = from_cache_dtype(kv_T2KCH[:, K:], v_scale_K)
+    k_TKCH = from_cache_dtype(kv_T2KCH[:, :K], k_scale_K, q_TKGH.dtype)
+    v_TKCH = from_cache_dtype(kv_T2KCH[:, K:], v_scale_K, q_TKGH.dtype)
 
-    q_TKGH = q_TNH.astype(jnp.float32).reshape(T, K, N // K, H) * sm_scale
     scores_TKGC = jnp.einsum("TKGH,TKCH->TKGC", q_TKGH, k_TKCH)
     if soft_cap is not None:
         scores_TKGC = soft_cap * jnp.tanh(scores_TKGC / soft_cap)

@@ -10,6 +10,7 @@ Two bodies under one call, and a part that is empty costs nothing:
 Pages are head-major, [page, 2K, page_size, H], so that a (page, head) tile is contiguous for the dots.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from jaxllm.pallas_kernels.ragged_paged_attention.reference import kv_cache_shap
 PAIRS_PER_ITERATION = 32
 QUERY_TILE = 128
 KV_BLOCK_TOKENS = 128
+_einsum = partial(jnp.einsum, preferred_element_type=jnp.float32)
 _MASKED = -1e30  # Finite, so that a fully masked row gives exp(0) times a zero weight rather than NaN.
 
 
@@ -57,21 +59,23 @@ def ragged_paged_attention(
     options = _Options(sm_scale, sliding_window, soft_cap, sinks_N, k_scale_K, v_scale_K)
 
     kv_pages = _write(k_TKH, v_TKH, kv_pages, kv_lens_S, page_table_SP, cu_q_lens, num_seqs, options)
+    if kv_pages.dtype.itemsize > 1:  # The dots run in the cache's dtype; an 8-bit cache is widened to the queries'.
+        q_TKGH = q_TKGH.astype(kv_pages.dtype)
 
     is_real_S = jnp.arange(kv_lens_S.shape[0], dtype=jnp.int32) < num_seqs[0]
     if decode_only:
         out_TKGH = _decode(q_TKGH, kv_pages, jnp.where(is_real_S, kv_lens_S, 0), page_table_SP, options)
-        return out_TKGH.reshape(T, N, H), kv_pages
+        return out_TKGH.reshape(T, N, H).astype(q_TNH.dtype), kv_pages
 
     starts_S = cu_q_lens[:-1]
     q_lens_S = jnp.where(is_real_S, cu_q_lens[1:] - starts_S, 0)
     q_SKGH = q_TKGH[jnp.minimum(starts_S, T - 1)]
     out_SKGH = _decode(q_SKGH, kv_pages, jnp.where(q_lens_S == 1, kv_lens_S, 0), page_table_SP, options)
     tokens_S = jnp.where(q_lens_S == 1, starts_S, T)  # Out of range, and dropped, if not a decode.
-    out_TKGH = jnp.zeros_like(q_TKGH).at[tokens_S].set(out_SKGH, mode="drop")
+    out_TKGH = jnp.zeros(q_TKGH.shape, jnp.float32).at[tokens_S].set(out_SKGH, mode="drop")
     chunk_lens_S = jnp.where(q_lens_S > 1, q_lens_S, 0)
     out_TKGH = _chunks(q_TKGH, out_TKGH, kv_pages, chunk_lens_S, starts_S, kv_lens_S, page_table_SP, options)
-    return out_TKGH.reshape(T, N, H), kv_pages
+    return out_TKGH.reshape(T, N, H).astype(q_TNH.dtype), kv_pages
 
 
 def _write(
@@ -118,7 +122,7 @@ def _decode(q_SKGH: Array, kv_pages: Array, lens_S: Array, page_table_SP: Array,
     first_page_S = window_start_S // page_size
     num_pages_S = (lens_S + page_size - 1) // page_size - first_page_S
     end_S = jnp.cumsum(num_pages_S, dtype=jnp.int32)
-    W = min(PAIRS_PER_ITERATION, max(8, S))
+    W = PAIRS_PER_ITERATION
     sinks_1KG = None if options.sinks_N is None else options.sinks_N.reshape(1, K, G)
 
     def body(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -132,8 +136,9 @@ def _decode(q_SKGH: Array, kv_pages: Array, lens_S: Array, page_table_SP: Array,
             & (position_WC >= window_start_S[row_W][:, None])
             & (pair_W < end_S[-1])[:, None]
         )
+        visible_WC = lax.optimization_barrier(visible_WC)  # Else each use computes it anew, element by element.
         k_WKCH, v_WKCH = _read(kv_pages, page_table_SP[row_W, page_W], visible_WC, q_SKGH.dtype, options)
-        scores_WKGC = _scores(jnp.einsum("WKGH,WKCH->WKGC", q_SKGH[row_W], k_WKCH, **_ACCUMULATE), options)
+        scores_WKGC = _scores(_einsum("WKGH,WKCH->WKGC", q_SKGH[row_W], k_WKCH), options)
         scores_WKGC = jnp.where(visible_WC[:, None, None], scores_WKGC, _MASKED)
 
         # Pairs of one row meet here: their maxima first, then their sums.
@@ -143,7 +148,7 @@ def _decode(q_SKGH: Array, kv_pages: Array, lens_S: Array, page_table_SP: Array,
         new_max_SKG = jnp.maximum(max_SKG, pairs_max_SKG)
         weights_WKGC = jnp.exp(scores_WKGC - new_max_SKG[row_W][..., None])
         weights_WKGC = jnp.where(visible_WC[:, None, None], weights_WKGC, 0.0)
-        out_WKGH = jnp.einsum("WKGC,WKCH->WKGH", weights_WKGC.astype(v_WKCH.dtype), v_WKCH, **_ACCUMULATE)
+        out_WKGH = _einsum("WKGC,WKCH->WKGH", weights_WKGC.astype(v_WKCH.dtype), v_WKCH)
         decay_SKG = jnp.exp(max_SKG - new_max_SKG)
         share_SW = owns_SW.astype(jnp.float32)
         total_SKG = total_SKG * decay_SKG + _sum_pairs(share_SW, jnp.sum(weights_WKGC, axis=-1))
@@ -151,7 +156,7 @@ def _decode(q_SKGH: Array, kv_pages: Array, lens_S: Array, page_table_SP: Array,
         return new_max_SKG, total_SKG, out_SKGH
 
     max_SKG, total_SKG, out_SKGH = lax.fori_loop(0, (end_S[-1] + W - 1) // W, body, _start((S, K, G), H))
-    return _finish(max_SKG, total_SKG, out_SKGH, sinks_1KG).astype(q_SKGH.dtype)
+    return _finish(max_SKG, total_SKG, out_SKGH, sinks_1KG)
 
 
 def _chunks(
@@ -166,7 +171,7 @@ def _chunks(
 ) -> Array:
     """Adds the attention of rows of several tokens to `out_TKGH`, one tile of queries after the other."""
     T, K, G, H = q_TKGH.shape
-    S, P = page_table_SP.shape
+    P = page_table_SP.shape[1]
     page_size = kv_pages.shape[2]
     tile = min(QUERY_TILE, T)
     sinks_KG1 = None if options.sinks_N is None else options.sinks_N.reshape(K, G, 1)
@@ -196,7 +201,7 @@ def _chunks(
             is_written_BC = (position_C < kv_lens_S[seq]).reshape(pages_per_block, page_size)
             kv_BKCH = _read(kv_pages, pages_B, is_written_BC, q_TKGH.dtype, options)
             k_KCH, v_KCH = (jnp.moveaxis(x, 0, 1).reshape(K, block, H) for x in kv_BKCH)
-            scores_KGQC = _scores(jnp.einsum("KGQH,KCH->KGQC", q_KGQH, k_KCH, **_ACCUMULATE), options)
+            scores_KGQC = _scores(_einsum("KGQH,KCH->KGQC", q_KGQH, k_KCH), options)
             distance_QC = position_Q[:, None] - position_C[None, :]
             visible_QC = (distance_QC >= 0) & is_mine_Q[:, None]
             if options.sliding_window is not None:
@@ -206,7 +211,7 @@ def _chunks(
             weights_KGQC = jnp.where(visible_QC, jnp.exp(scores_KGQC - new_max_KGQ[..., None]), 0.0)
             decay_KGQ = jnp.exp(max_KGQ - new_max_KGQ)
             total_KGQ = total_KGQ * decay_KGQ + jnp.sum(weights_KGQC, axis=-1)
-            block_out = jnp.einsum("KGQC,KCH->KGQH", weights_KGQC.astype(v_KCH.dtype), v_KCH, **_ACCUMULATE)
+            block_out = _einsum("KGQC,KCH->KGQH", weights_KGQC.astype(v_KCH.dtype), v_KCH)
             return new_max_KGQ, total_KGQ, out_KGQH * decay_KGQ[..., None] + block_out
 
         first_block = jnp.int32(0)
@@ -216,14 +221,11 @@ def _chunks(
         max_KGQ, total_KGQ, out_KGQH = lax.fori_loop(first_block, end_block, attend_block, _start((K, G, tile), H))
         out_KGQH = _finish(max_KGQ, total_KGQ, out_KGQH, sinks_KG1)
         old_QKGH = lax.dynamic_slice(out_TKGH, (start, 0, 0, 0), (tile, K, G, H))
-        new_QKGH = jnp.transpose(out_KGQH, (2, 0, 1, 3)).astype(out_TKGH.dtype)
+        new_QKGH = jnp.transpose(out_KGQH, (2, 0, 1, 3))
         new_QKGH = jnp.where(is_mine_Q[:, None, None, None], new_QKGH, old_QKGH)
         return lax.dynamic_update_slice(out_TKGH, new_QKGH, (start, 0, 0, 0))
 
     return lax.fori_loop(0, end_S[-1], attend_tile, out_TKGH)
-
-
-_ACCUMULATE = {"preferred_element_type": jnp.float32}
 
 
 def _owner(end_S: Array, index: Array) -> Array:
@@ -256,7 +258,7 @@ def _scores(scores: Array, options: _Options) -> Array:
 
 def _sum_pairs(share_SW: Array, values_W: Array) -> Array:
     """Sums each row's pairs: [S, W] x [W, ...] -> [S, ...]."""
-    return jnp.einsum("SW,WX->SX", share_SW, values_W.reshape(values_W.shape[0], -1)).reshape(
+    return _einsum("SW,WX->SX", share_SW, values_W.reshape(values_W.shape[0], -1)).reshape(
         share_SW.shape[0], *values_W.shape[1:]
     )
 

@@ -52,9 +52,7 @@ TEXT_PROMPTS: dict[str, str] = {
     "long_log": _harbour_log(14, seed=1),
 }
 CHAT_PROMPTS: dict[str, Chat] = {
-    "long_log_chat": _user(
-        "Here is a log.\n\n" + _harbour_log(26, seed=2) + "\n\nWhat did we mend before dusk?"
-    ),
+    "long_log_chat": _user("Here is a log.\n\n" + _harbour_log(26, seed=2) + "\n\nWhat did we mend before dusk?"),
     "chat": _user("What is the capital of France? Explain in one sentence."),
     "chat_maths": _user("A train travels 180 km in 2.5 hours. What is its average speed? Show the steps."),
     "chat_code": _user("Write a shell command that counts the lines of all .py files in a folder."),

@@ -153,9 +153,7 @@ def make_smollm2(gguf_path: Path) -> None:
     """
     tokenizer = read_tokenizer(gguf_path)
     model = load(gguf_path.parent, torch.float32, gguf_file=gguf_path.name)
-    chat_texts = {
-        name: apply_template(tokenizer, chat, tokenize=False) for name, chat in CHAT_PROMPTS.items()
-    }
+    chat_texts = {name: apply_template(tokenizer, chat, tokenize=False) for name, chat in CHAT_PROMPTS.items()}
     goldens = []
     for name, text in (TEXT_PROMPTS | chat_texts).items():
         prompt_ids = tokenizer.encode(text)

@@ -111,11 +111,9 @@ TINY_MODELS: dict[str, Config] = {
     "llama": LLAMA,
     "llama3_rope": LLAMA3,
     "llama3_rope_parameters": _new_form(LLAMA3, LLAMA3["rope_scaling"] | {"rope_theta": 500000.0}),
-    "llama_linear_rope": LLAMA
-    | {"rope_scaling": {"factor": 4.0, "type": "linear"}, "torch_dtype": "float16"},
+    "llama_linear_rope": LLAMA | {"rope_scaling": {"factor": 4.0, "type": "linear"}, "torch_dtype": "float16"},
     # Plain RoPE up to 48 tokens; beyond, where only the 60-token prompt is, the base grows with the sequence.
-    "llama_dynamic_rope": LLAMA
-    | {"max_position_embeddings": 48, "rope_scaling": {"factor": 2.0, "type": "dynamic"}},
+    "llama_dynamic_rope": LLAMA | {"max_position_embeddings": 48, "rope_scaling": {"factor": 2.0, "type": "dynamic"}},
     "llama_yarn": LLAMA
     | {
         "rope_scaling": {

@@ -1,6 +1,7 @@
-"""Models small enough to build in a test, run without a tokenizer."""
+"""Models small enough to build in a test, by their parts or as a whole `LLM`; and the demo model."""
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -8,16 +9,77 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, Mesh
 from tiny_models import write_tiny_model
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from jaxllm.config import EngineConfig, resolve
+from jaxllm import LLM
+from jaxllm.config import EngineConfig, ResolvedConfig, resolve
 from jaxllm.engine.runner import Runner
 from jaxllm.layers.attention import StepMetadata
 from jaxllm.loading.sources import open_checkpoint
 from jaxllm.models.model import Model
 from jaxllm.pallas_kernels.ragged_paged_attention import KVCacheSpec, kv_cache_shape
 from jaxllm.scheduler import Request, Scheduler, SchedulerConfig, StepBatch, pick
+
+TINY_CHAT_TEMPLATE = """\
+{%- for message in messages %}
+{%- if message.role not in ("system", "user", "assistant") %}
+{{- raise_exception("no role is called " + message.role) }}
+{%- endif %}
+{{- "[" + message.role + "]" + message.content }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ "[assistant]" }}{% endif %}"""
+
+
+class Forward:
+    """The logits of a prompt at every position, without scheduler and runner."""
+
+    T, PAGE_SIZE = 64, 8
+
+    def __init__(self, model: Model, mesh: Mesh, max_len: int):
+        def forward(weights, kv_pages, ids_T, positions_T, kv_lens_S, page_table_SP, cu_q_lens, num_seqs):
+            metadata = StepMetadata(positions_T, kv_lens_S, page_table_SP, cu_q_lens, num_seqs, False, "xla")
+            module = model.bind(weights)
+            hidden_TD, kv_pages = module(ids_T, kv_pages, metadata)
+            return module.logits(hidden_TD), kv_pages
+
+        # Made for a few calls: here quick compilation is worth more than quick code.
+        self._forward = jax.jit(
+            forward, donate_argnums=1, compiler_options={"xla_backend_optimization_level": 0}
+        )
+        self._config, self._mesh = model.config, mesh
+        self._max_pages = -(-max_len // self.PAGE_SIZE)
+
+    def __call__(
+        self, weights: list[jax.Array], token_ids: Sequence[int], chunk_lens: Sequence[int]
+    ) -> np.ndarray:
+        """float32 [len(token_ids), V], from a forward pass for each chunk over one cache."""
+        T, P = self.T, self._max_pages
+        spec = KVCacheSpec(
+            num_pages=P + 1,
+            page_size=self.PAGE_SIZE,
+            num_kv_heads=self._config.num_kv_heads,
+            head_dim=self._config.head_dim,
+            dtype=jnp.dtype(jnp.float32),
+        )
+        kv_pages = [jnp.zeros(kv_cache_shape(spec), jnp.float32) for _ in range(self._config.num_layers)]
+        page_table_SP = np.random.default_rng(0).permutation(P)[None].astype(np.int32) + 1
+        logits, start = [], 0
+        for chunk_len in chunk_lens:
+            ids_T = np.zeros(T, np.int32)
+            ids_T[:chunk_len] = token_ids[start : start + chunk_len]
+            positions_T = np.arange(start, start + T, dtype=np.int32)
+            kv_lens_S, num_seqs = np.array([start + chunk_len], np.int32), np.array([1], np.int32)
+            cu_q_lens = np.array([0, chunk_len], np.int32)
+            with jax.set_mesh(self._mesh):
+                out, kv_pages = self._forward(
+                    weights, kv_pages, ids_T, positions_T, kv_lens_S, page_table_SP, cu_q_lens, num_seqs
+                )
+            logits.append(np.asarray(out)[:chunk_len])
+            start += chunk_len
+        assert start == len(token_ids)
+        return np.concatenate(logits)
 
 
 @dataclass
@@ -27,7 +89,7 @@ class TinyModel:
     folder: Path
     dtype: str
     max_model_len: int
-    mesh: jax.sharding.Mesh = field(init=False)
+    mesh: Mesh = field(init=False)
     model: Model = field(init=False)
     weights: list[jax.Array] = field(init=False)
 
@@ -38,48 +100,13 @@ class TinyModel:
             checkpoint, dtype=jnp.dtype(self.dtype), max_model_len=self.max_model_len, mesh=self.mesh
         )
         self.weights = self.model.load(checkpoint, progress=False)
-        self._forward = None
+        self._forward = Forward(self.model, self.mesh, max_len=96)
 
     def prompt_logits(self, token_ids: Sequence[int], chunk_lens: Sequence[int]) -> np.ndarray:
-        """float32 [len(token_ids), V], from a forward pass for each chunk over one cache."""
-        T, page_size, P = 64, 8, 8
-        if self._forward is None:
+        """float32 [len(token_ids), V]. See `Forward`."""
+        return self._forward(self.weights, token_ids, chunk_lens)
 
-            def forward(weights, kv_pages, ids_T, positions_T, kv_lens_S, page_table_SP, cu_q_lens, num_seqs):
-                metadata = StepMetadata(
-                    positions_T, kv_lens_S, page_table_SP, cu_q_lens, num_seqs, False, "xla"
-                )
-                module = self.model.bind(weights)
-                hidden_TD, kv_pages = module(ids_T, kv_pages, metadata)
-                return module.logits(hidden_TD), kv_pages
-
-            self._forward = jax.jit(forward)
-        config = self.model.config
-        spec = KVCacheSpec(
-            num_pages=P + 1,
-            page_size=page_size,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            dtype=jnp.dtype(jnp.float32),
-        )
-        kv_pages = [jnp.zeros(kv_cache_shape(spec), jnp.float32)] * config.num_layers
-        page_table_SP = np.random.default_rng(0).permutation(P)[None].astype(np.int32) + 1
-        logits, start = [], 0
-        for chunk_len in chunk_lens:
-            ids_T = np.zeros(T, np.int32)
-            ids_T[:chunk_len] = token_ids[start : start + chunk_len]
-            positions_T = np.arange(start, start + T, dtype=np.int32)
-            kv_lens_S, num_seqs = np.array([start + chunk_len], np.int32), np.array([1], np.int32)
-            cu_q_lens = np.array([0, chunk_len], np.int32)
-            out, kv_pages = self._forward(
-                self.weights, kv_pages, ids_T, positions_T, kv_lens_S, page_table_SP, cu_q_lens, num_seqs
-            )
-            logits.append(np.asarray(out)[:chunk_len])
-            start += chunk_len
-        assert start == len(token_ids)
-        return np.concatenate(logits)
-
-    def start_runner(self, **options) -> tuple[Runner, EngineConfig]:
+    def start_runner(self, **options) -> tuple[Runner, ResolvedConfig]:
         options = {
             "max_num_seqs": 4,
             "max_num_batched_tokens": 32,
@@ -88,7 +115,9 @@ class TinyModel:
             "compilation_cache_dir": "",
             **options,
         }
-        config = EngineConfig(model=str(self.folder), dtype=self.dtype, max_model_len=self.max_model_len, **options)
+        config = EngineConfig(
+            model=str(self.folder), dtype=self.dtype, max_model_len=self.max_model_len, **options
+        )
         config = resolve(config, platform="cpu", model_max_len=self.max_model_len)
         runner = Runner(self.model, config, self.mesh)
         runner.start(self.weights)
@@ -97,13 +126,13 @@ class TinyModel:
 
 def generate(
     runner: Runner,
-    config: EngineConfig,
+    config: ResolvedConfig,
     prompts: Sequence[Sequence[int]],
-    max_tokens: int,
+    max_tokens: int | Sequence[int],
     *,
     num_pages: int | None = None,
     on_plan: Callable[[Scheduler], None] = lambda scheduler: None,
-    **sampling,
+    **options,
 ) -> list[list[int]]:
     """Greedy (or sampled) continuations, one step ahead, with checks of integrity at every step."""
     scheduler = Scheduler(
@@ -115,7 +144,11 @@ def generate(
             num_pages=num_pages or runner.num_pages,
         )
     )
-    requests = [Request(str(i), p, max_tokens=max_tokens, **sampling) for i, p in enumerate(prompts)]
+    limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
+    requests = [
+        Request(str(i), prompt, max_tokens=limit, **options)
+        for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+    ]
     for request in requests:
         scheduler.add_request(request)
     in_flight = []
@@ -152,3 +185,100 @@ def tiny_model(tmp_path_factory) -> Callable[..., TinyModel]:
 @pytest.fixture(scope="session", name="generate")
 def _generate():
     return generate
+
+
+def write_tokenizer(folder: Path, chat_template: str | None = TINY_CHAT_TEMPLATE) -> None:
+    """For the 256 ids of a tiny model: a token for each byte, but that 0, 1 and 2 are unk, bos and eos."""
+    special = ["<unk>", "<s>", "</s>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[len(special) :]
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={token: i for i, token in enumerate([*special, *alphabet])}, merges=[], unk_token="<unk>"
+        )
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": "<unk>",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "clean_up_tokenization_spaces": False,
+        "chat_template": chat_template,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture(scope="session", name="write_tokenizer")
+def _write_tokenizer():
+    return write_tokenizer
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory) -> Path:
+    """A tiny Llama with a tokenizer: everything that an `LLM` needs."""
+    folder = write_tiny_model("llama", tmp_path_factory.mktemp("tiny-llm"))
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def _tiny_llm(tiny_folder) -> Iterator[LLM]:
+    llm = LLM(
+        str(tiny_folder),
+        dtype="float32",
+        max_num_seqs=16,
+        max_num_batched_tokens=128,
+        page_size=8,
+        num_pages=16 * 16 + 1,
+        compilation_cache_dir="",
+    )
+    llm.engine.runner.wait_until_compiled()
+    yield llm
+    llm.engine.shutdown()
+
+
+@pytest.fixture(scope="session")
+def _demo_llm() -> Iterator[LLM]:
+    llm = LLM(
+        "smollm2-135m",
+        dtype="float32",
+        max_num_seqs=8,
+        max_num_batched_tokens=128,
+        max_model_len=2048,
+        num_pages=300,
+        compilation_cache_dir="",
+    )
+    llm.engine.runner.wait_until_compiled()
+    yield llm
+    llm.engine.shutdown()
+
+
+@pytest.fixture
+def tiny_llm(_tiny_llm) -> Iterator[LLM]:
+    """An `LLM` of 16 rows, 128 tokens a step and max_model_len 128, whose programs are compiled; float32."""
+    yield _tiny_llm
+    assert_idle(_tiny_llm)
+
+
+@pytest.fixture
+def demo_llm(_demo_llm) -> Iterator[LLM]:
+    """SmolLM2-135M, 8 rows, 128 tokens a step, max_model_len 2,048, whose programs are compiled; float32."""
+    yield _demo_llm
+    assert_idle(_demo_llm)
+
+
+def assert_idle(llm: LLM) -> None:
+    """Whatever a test did, nothing of it may be left."""
+    scheduler = llm.engine.scheduler
+    scheduler.check_integrity()
+    assert scheduler.stats().num_used_pages == 0
+    assert not llm.engine.has_unfinished_requests
+    assert llm.engine.abort_all() == []
+
+
+@pytest.fixture(scope="session")
+def make_forward() -> type[Forward]:
+    return Forward

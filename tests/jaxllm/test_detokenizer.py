@@ -46,9 +46,7 @@ def byte_fallback() -> Tokenizer:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=["<unk>", *SPECIAL, *byte_tokens], show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<unk>", *SPECIAL, *byte_tokens], show_progress=False)
     tokenizer.train_from_iterator(CORPUS, trainer)
     # Byte tokens are not special in real vocabularies: rebuild with the model alone.
     plain = Tokenizer(tokenizer.model)
@@ -111,12 +109,8 @@ def spell(tokenizer, data: bytes) -> list[int]:
     return token_ids
 
 
-def decode_in_pieces(
-    tokenizer, token_ids, *, prompt_token_ids=(), skip_special_tokens=True, size=1
-) -> list[str]:
-    detokenizer = Detokenizer(
-        tokenizer, prompt_token_ids=prompt_token_ids, skip_special_tokens=skip_special_tokens
-    )
+def decode_in_pieces(tokenizer, token_ids, *, prompt_token_ids=(), skip_special_tokens=True, size=1) -> list[str]:
+    detokenizer = Detokenizer(tokenizer, prompt_token_ids=prompt_token_ids, skip_special_tokens=skip_special_tokens)
     pieces = [detokenizer.append(token_ids[i : i + size]) for i in range(0, len(token_ids), size)]
     return [*pieces, detokenizer.finish()]
 
@@ -219,9 +213,7 @@ def test_a_decoder_that_looks_ahead_is_refused():
     backend = Tokenizer(models.WordLevel({"a</w>": 0}, unk_token="a</w>"))
     backend.decoder = decoders.BPEDecoder()
     with pytest.raises(UnsupportedModelError, match="BPEDecoder"):
-        Detokenizer(
-            PreTrainedTokenizerFast(tokenizer_object=backend), prompt_token_ids=[], skip_special_tokens=True
-        )
+        Detokenizer(PreTrainedTokenizerFast(tokenizer_object=backend), prompt_token_ids=[], skip_special_tokens=True)
 
 
 def test_a_tokenizer_is_not_kept_alive():

@@ -87,9 +87,7 @@ def test_tensors_and_metadata_are_those_of_the_gguf_reader(tmp_path):
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3"])
 def test_names_invert_those_of_the_conversion(architecture):
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], 2)
-    layer = [f"self_attn.{name}_proj" for name in "qkvo"] + [
-        f"mlp.{name}_proj" for name in ("gate", "up", "down")
-    ]
+    layer = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
     layer += ["input_layernorm", "post_attention_layernorm"]
     if architecture in ("qwen3", "gemma3"):
         layer += ["self_attn.q_norm", "self_attn.k_norm"]
@@ -250,9 +248,7 @@ def test_truncated_file_tells_how_many_bytes_are_missing(tmp_path):
     path = write_gguf(tmp_path / "m.gguf", {"token_embd.weight": draw(V, D)})
     whole = path.read_bytes()
     path.write_bytes(whole[:-1000])
-    with pytest.raises(
-        CorruptCheckpointError, match=rf"{len(whole):,} bytes, {len(whole) - 1000:,} are present"
-    ):
+    with pytest.raises(CorruptCheckpointError, match=rf"{len(whole):,} bytes, {len(whole) - 1000:,} are present"):
         GGUFFile(path)
 
 

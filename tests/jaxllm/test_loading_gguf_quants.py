@@ -41,6 +41,4 @@ def test_high_bits_decode_as_in_gguf(name):
     blocks = np.random.RandomState(2).randint(0, 256, (600, type_size)).astype(np.uint8)
     blocks[:, 1] = blocks[:, 3] = 0x3C  # scales near 1
 
-    np.testing.assert_array_equal(
-        dequantize(blocks, tensor_type), gguf.quants.dequantize(blocks, tensor_type)
-    )
+    np.testing.assert_array_equal(dequantize(blocks, tensor_type), gguf.quants.dequantize(blocks, tensor_type))

@@ -222,9 +222,7 @@ def test_gemma_tokenizer_is_that_of_transformers(sentencepiece):
 
 
 def test_unknown_word_splitting_is_refused_with_the_known_ones(byte_level):
-    with pytest.raises(
-        UnsupportedModelError, match=r"'poro-chat'; this version knows default, gpt-2, smollm"
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"'poro-chat'; this version knows default, gpt-2, smollm"):
         build_tokenizer(byte_level_metadata(byte_level, "poro-chat"), "test")
 
 

@@ -165,9 +165,7 @@ def test_tokenizer_is_that_of_the_folder(tmp_path):
 def test_tokenizer_that_needs_code_from_the_repository_is_refused(tmp_path):
     checkpoint = SafetensorsCheckpoint(write_folder(tmp_path, {"a": np.ones(2, np.float32)}))
     (tmp_path / "tokenizer.json").write_text("{}")
-    (tmp_path / "tokenizer_config.json").write_text(
-        '{"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}'
-    )
+    (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}')
     (tmp_path / "evil.py").write_text("raise SystemExit('this code was executed')")
     with pytest.raises(TokenizerNotFoundError, match="cannot be read"):
         checkpoint.tokenizer()

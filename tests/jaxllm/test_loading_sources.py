@@ -64,9 +64,7 @@ def test_files_and_folders_open(tmp_path):
 def test_folder_with_several_gguf_files_asks_which(tmp_path):
     for name in ("b.gguf", "a.gguf"):
         (tmp_path / name).touch()
-    with pytest.raises(
-        ModelNotFoundError, match=r"\(a\.gguf, b\.gguf\): name the one to load, such as .*/a\.gguf"
-    ):
+    with pytest.raises(ModelNotFoundError, match=r"\(a\.gguf, b\.gguf\): name the one to load, such as .*/a\.gguf"):
         open_checkpoint(tmp_path)
 
 
@@ -88,9 +86,7 @@ def test_file_of_another_kind_is_refused(tmp_path):
         open_checkpoint(file)
 
 
-@pytest.mark.parametrize(
-    "model", ["gpt2", "./no/such", "/no/such/folder", "~/nothing-here", "a/b/c", "m.gguf"]
-)
+@pytest.mark.parametrize("model", ["gpt2", "./no/such", "/no/such/folder", "~/nothing-here", "a/b/c", "m.gguf"])
 def test_name_of_nothing_tells_what_a_model_may_be(model):
     with pytest.raises(ModelNotFoundError, match=r"no such file or folder.*org/name.*smollm2-135m"):
         open_checkpoint(model)

@@ -39,14 +39,17 @@ class FakeCheckpoint:
         raise NotImplementedError
 
 
-def load(checkpoint, specs, dtype=np.float32, **options):
+def load(checkpoint, specs, **options):
+    return load_weights(checkpoint, specs, progress=False, **options)
+
+
+def struct(*shape, dtype=np.float32):
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    shardings = dict.fromkeys(specs, sharding)
-    return load_weights(checkpoint, specs, dtype=dtype, shardings=shardings, progress=False, **options)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
-def identity(name, array, dtype=None):
-    return {name: WeightSpec(array.shape, (name,), lambda tensor: tensor, dtype)}
+def identity(name, array, dtype=np.float32):
+    return {name: WeightSpec(struct(*array.shape, dtype=dtype), (name,), lambda tensor: tensor)}
 
 
 def draw(*shape):
@@ -57,10 +60,12 @@ def test_weights_are_assembled_and_converted_once():
     tensors = {"q": draw(8, 6), "k": draw(4, 6), "norm": draw(6)}
     checkpoint = FakeCheckpoint(tensors)
     specs = {
-        "qk": WeightSpec((6, 12), ("q", "k"), lambda q, k: np.concatenate([q, k]).T),
-        "norm": WeightSpec((6,), ("norm",), lambda norm: norm + 1, dtype="float32"),
+        "qk": WeightSpec(
+            struct(6, 12, dtype=ml_dtypes.bfloat16), ("q", "k"), lambda q, k: np.concatenate([q, k]).T
+        ),
+        "norm": WeightSpec(struct(6), ("norm",), lambda norm: norm + 1),
     }
-    weights = load(checkpoint, specs, dtype=ml_dtypes.bfloat16)
+    weights = load(checkpoint, specs)
     assert weights["qk"].dtype == ml_dtypes.bfloat16
     assert weights["norm"].dtype == np.float32
     expected = np.concatenate([tensors["q"], tensors["k"]]).T.astype(ml_dtypes.bfloat16)
@@ -93,7 +98,7 @@ def test_aligned_copies_only_what_it_must():
 
 
 def test_missing_tensors_are_named_with_the_parameter_that_needs_them():
-    specs = {f"p{i}": WeightSpec((2,), (f"t{i}",), lambda t: t) for i in range(8)}
+    specs = {f"p{i}": WeightSpec(struct(2), (f"t{i}",), lambda t: t) for i in range(8)}
     with pytest.raises(CorruptCheckpointError) as caught:
         load(FakeCheckpoint({"t0": draw(2)}), specs)
     message = str(caught.value)
@@ -137,17 +142,14 @@ def test_output_projection_of_an_untied_model_must_be_read(config):
 def test_wrong_shapes_are_told_both():
     checkpoint = FakeCheckpoint({"a": draw(4, 6)})
     for assemble in (lambda a: a, lambda a: a.reshape(5, 5)):
-        spec = WeightSpec((5, 5), ("a",), assemble)
+        spec = WeightSpec(struct(5, 5), ("a",), assemble)
         with pytest.raises(CorruptCheckpointError, match=r"parameter w has shape \(5, 5\).*a \(4, 6\)"):
             load(checkpoint, {"w": spec})
 
 
 def test_progress_bar_counts_bytes_on_stderr(capsys):
     a = draw(1000, 250)
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    load_weights(
-        FakeCheckpoint({"a": a}), identity("a", a), dtype=np.float32, shardings={"a": sharding}, progress=True
-    )
+    load_weights(FakeCheckpoint({"a": a}), identity("a", a), progress=True)
     captured = capsys.readouterr()
     assert "1.00M/1.00M" in captured.err
     assert captured.out == ""
@@ -170,20 +172,22 @@ def status_mib(field):  # VmHWM and not getrusage: that one inherits the maximum
     return int(re.search(rf"{field}:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024
 
 
+def struct(shape):
+    return jax.ShapeDtypeStruct(shape, ml_dtypes.bfloat16, sharding=sharding)
+
+
 sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 jax.block_until_ready(jax.device_put(np.zeros(8, np.float32), sharding))
 checkpoint = open_checkpoint(sys.argv[1])
 shapes = {name: checkpoint.tensor_shape(name) for name in checkpoint.tensor_names()}
 specs = {
-    name: WeightSpec(shape[::-1], (name,), lambda tensor: tensor.T)
+    name: WeightSpec(struct(shape[::-1]), (name,), lambda tensor: tensor.T)
     if name.startswith("transposed")
-    else WeightSpec(shape, (name,), lambda tensor: tensor)
+    else WeightSpec(struct(shape), (name,), lambda tensor: tensor)
     for name, shape in shapes.items()
 }
 baseline = status_mib("VmRSS")
-weights = load_weights(
-    checkpoint, specs, dtype=ml_dtypes.bfloat16, shardings=dict.fromkeys(specs, sharding), progress=False
-)
+weights = load_weights(checkpoint, specs, progress=False)
 total = sum(array.nbytes for array in weights.values()) / 2**20
 num_buffers = len({array.unsafe_buffer_pointer() for array in weights.values()})
 print(total, status_mib("VmHWM") - baseline, num_buffers)
@@ -223,11 +227,16 @@ from jaxllm.loading.weights import WeightSpec, load_weights
 
 mesh = jax.make_mesh((1, 4), ("data", "model"))
 names = ("rows", "columns", "replicated")
-specs = {name: WeightSpec((8, 16), (name,), lambda tensor: tensor) for name in names}
 partitions = {"rows": ("model", None), "columns": (None, "model"), "replicated": ()}
 shardings = {name: NamedSharding(mesh, PartitionSpec(*axes)) for name, axes in partitions.items()}
+specs = {
+    name: WeightSpec(
+        jax.ShapeDtypeStruct((8, 16), ml_dtypes.bfloat16, sharding=shardings[name]), (name,), lambda tensor: tensor
+    )
+    for name in names
+}
 checkpoint = SafetensorsCheckpoint(Path(sys.argv[1]))
-weights = load_weights(checkpoint, specs, dtype=ml_dtypes.bfloat16, shardings=shardings, progress=False)
+weights = load_weights(checkpoint, specs, progress=False)
 whole = np.arange(128).reshape(8, 16).astype(ml_dtypes.bfloat16)
 shard_shapes = {"rows": (2, 16), "columns": (8, 4), "replicated": (8, 16)}
 for name, array in weights.items():

@@ -130,9 +130,7 @@ def test_extreme_logits_give_tokens_that_are_not_excluded(temperature, filters):
     params = settings(6, temperature=temperature, seed=np.arange(6), **filters)
     assert not np.isnan(jitted_truncate(jnp.asarray(logits_SV), params)).any()
     for position in range(20):
-        sampled_S = np.asarray(
-            jitted_sample(jnp.asarray(logits_SV), params, jnp.full(6, position, jnp.int32))
-        )
+        sampled_S = np.asarray(jitted_sample(jnp.asarray(logits_SV), params, jnp.full(6, position, jnp.int32)))
         assert (sampled_S >= 0).all()
         assert np.isfinite(logits_SV[np.arange(5), sampled_S[:5]]).all()
         assert sampled_S[3] == 2
@@ -149,9 +147,7 @@ def test_greedy_rows_take_the_first_of_the_best_beside_random_rows_too():
     assert sampled_S.dtype == jnp.int32
 
 
-@pytest.mark.parametrize(
-    "filters", [{}, {"top_k": 8}, {"top_p": 0.8}, {"top_k": 12, "top_p": 0.9, "min_p": 0.02}]
-)
+@pytest.mark.parametrize("filters", [{}, {"top_k": 8}, {"top_p": 0.8}, {"top_k": 12, "top_p": 0.9, "min_p": 0.02}])
 def test_draws_follow_the_filtered_softmax(filters):
     num_draws, vocab_size, temperature = 20_000, 40, 0.8
     logits_V = np.random.default_rng(5).normal(0, 1.5, vocab_size).astype(np.float32)

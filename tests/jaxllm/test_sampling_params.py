@@ -30,9 +30,7 @@ def test_the_options_are_these_with_vllm_defaults():
 
 
 def test_an_unknown_option_is_refused_with_the_closest_and_the_known_ones():
-    with pytest.raises(
-        InvalidRequestError, match=r"'temprature'.*mean temperature\?.*temperature, top_p, top_k"
-    ):
+    with pytest.raises(InvalidRequestError, match=r"'temprature'.*mean temperature\?.*temperature, top_p, top_k"):
         SamplingParams(temprature=0.5)
     with pytest.raises(InvalidRequestError, match="'logit_bias'") as refusal:
         SamplingParams(top_k=1, logit_bias={})
@@ -130,9 +128,7 @@ def test_later_changes_of_the_callers_lists_do_not_reach_the_request():
 
 def test_copies_are_equal():
     params = SamplingParams(temperature=0.5, stop=["a"], seed=3)
-    assert (
-        copy.deepcopy(params) == pickle.loads(pickle.dumps(params)) == dataclasses.replace(params) == params
-    )
+    assert copy.deepcopy(params) == pickle.loads(pickle.dumps(params)) == dataclasses.replace(params) == params
     assert hash(copy.copy(params)) == hash(params)
 
 

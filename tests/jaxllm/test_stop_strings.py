@@ -68,9 +68,7 @@ def test_random_texts_and_cuts_follow_the_definition():
     for _ in range(3000):
         text = "".join(rng.choices("ab", k=rng.randrange(14)))
         stop = ["".join(rng.choices("ab", k=rng.randrange(3, 8))) for _ in range(rng.randrange(4))]
-        cuts = sorted(
-            rng.choices(range(len(text) + 1), k=rng.randrange(8))
-        )  # repeated ones make empty pieces
+        cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randrange(8)))  # repeated ones make empty pieces
         pieces = [text[start:end] for start, end in itertools.pairwise([0, *cuts, len(text)])]
         include = rng.random() < 0.5
         assert feed(pieces, stop, include=include)[:2] == by_definition(text, stop, include=include)

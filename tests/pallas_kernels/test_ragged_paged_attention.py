@@ -36,7 +36,11 @@ class Case:
         K, H = self.num_kv_heads, self.head_dim
         P = max(-(-kv // self.page_size) for _, kv in self.rows) + 1
         spec = KVCacheSpec(
-            num_pages=S * P + 1, page_size=self.page_size, num_kv_heads=K, head_dim=H, dtype=jnp.dtype(self.kv_dtype)
+            num_pages=S * P + 1,
+            page_size=self.page_size,
+            num_kv_heads=K,
+            head_dim=H,
+            dtype=jnp.dtype(self.kv_dtype),
         )
         self.page_table = np.zeros((S, P), np.int32)
         pages = rng.permutation(spec.num_pages - 1) + 1

@@ -8,7 +8,7 @@ from jaxllm.scheduler import Bucket, declare_buckets, pick
 def test_the_buckets_of_a_small_engine():
     assert declare_buckets(512, 32, 4) == (
         *(Bucket(size, size) for size in (4, 8, 16, 32)),
-        *(Bucket(size, 32) for size in (64, 128, 256, 512)),
+        *(Bucket(size, 32) for size in (128, 512)),
     )
 
 
@@ -42,7 +42,7 @@ def test_pick_takes_the_cheapest_that_is_ready():
     buckets = declare_buckets(512, 32, 4)
     assert pick(buckets, 3, 3, decode_only=True) == Bucket(4, 4)
     assert pick(buckets, 5, 5, decode_only=True) == Bucket(8, 8)
-    assert pick(buckets, 5, 1, decode_only=False) == Bucket(64, 32)
+    assert pick(buckets, 5, 1, decode_only=False) == Bucket(128, 32)
     assert pick(buckets[-1:], 3, 3, decode_only=True) == Bucket(512, 32)
     with pytest.raises(ValueError, match="no bucket fits a step of 513 tokens in 1 rows"):
         pick(buckets, 513, 1, decode_only=False)

@@ -39,9 +39,7 @@ def test_requests_short_of_pages_get_what_each_gets_alone(make_loop, make_config
     requests = random_requests(rng, 200, max_prompt=28, max_tokens=100, stop_token_ids=(3,))
     sizes = {"max_num_seqs": 200, "max_num_batched_tokens": 1024}
     expected = [expect_alone(request, make_config(**sizes)) for request in requests]
-    num_tokens = [
-        request.num_prompt_tokens + len(output) for request, output in zip(requests, expected, strict=True)
-    ]
+    num_tokens = [request.num_prompt_tokens + len(output) for request, output in zip(requests, expected, strict=True)]
     num_pages = sum(-(-number // 4) for number in num_tokens)
     loop = make_loop(num_ahead, **sizes, num_pages=1 + int(0.4 * num_pages))
     loop.add(*requests)

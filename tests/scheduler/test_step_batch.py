@@ -57,9 +57,7 @@ def test_build_agrees_with_a_builder_that_goes_token_by_token(make_loop, monkeyp
     def compare(plan, table, bucket):
         batch = build(plan, table, bucket)
         for name, expected in slow_build(plan, table, bucket).items():
-            np.testing.assert_array_equal(
-                getattr(batch, name), np.asarray(expected, getattr(batch, name).dtype), name
-            )
+            np.testing.assert_array_equal(getattr(batch, name), np.asarray(expected, getattr(batch, name).dtype), name)
         kinds.add((bucket.is_decode_only, bool(plan.from_device.any()), plan.num_tokens == bucket.num_tokens))
         return batch
 

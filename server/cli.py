@@ -1,0 +1,161 @@
+"""The command line: `jaxllm generate`, `jaxllm chat`.
+
+Arguments are read before the engine is imported, so that `--help` and mistakes cost no waiting for JAX.
+"""
+
+import argparse
+import difflib
+import importlib.metadata
+import os
+import re
+import sys
+import textwrap
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NoReturn
+
+from jaxllm import EngineConfig, JaxLLMError, RequestOutput, SamplingParams, __version__
+from jaxllm.server.chat import Chat
+from jaxllm.server.figures import Figures
+from jaxllm.server.options import add_options, options_from
+from jaxllm.server.terminal import note, print_stream
+
+if TYPE_CHECKING:
+    from jaxllm import LLM
+
+EXIT_ERROR, EXIT_INTERRUPTED = 2, 130
+PROMPT_WIDTH = 72
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command and returns the exit code: 0, 2 after an error, 130 after Ctrl-C."""
+    parser = make_parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        args.parser.refuse(unknown)
+    if args.run is None:
+        parser.print_help()
+        return 0
+    try:
+        return args.run(args)
+    except JaxLLMError as error:
+        if args.debug:
+            raise
+        note(f"error: {error}")
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        note("interrupted")
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # The reader of our output has left, as `head` does.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_ERROR
+
+
+class Parser(argparse.ArgumentParser):
+    """Prints errors as one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_ERROR, f"error: {message} (see {self.prog} --help)\n")
+
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """Ends the program because of arguments that do not exist, with the closest option that does."""
+        option = unknown[0].partition("=")[0]
+        if not option.startswith("-"):
+            self.error(f"unexpected argument {unknown[0]!r}")
+        known = re.findall(r"--[a-z][\w-]+", self.format_help())
+        closest = difflib.get_close_matches(option.replace("_", "-"), known, n=1)
+        self.error(f"unknown option {option}" + (f"; did you mean {closest[0]}?" if closest else ""))
+
+
+def make_parser() -> Parser:
+    parser = Parser(prog="jaxllm", description="LLM inference on JAX/XLA.", allow_abbrev=False)
+    versions = f"jaxllm {__version__}, jax {importlib.metadata.version('jax')}, Python {sys.version.split()[0]}"
+    parser.add_argument("--version", action="version", version=versions)
+    parser.set_defaults(run=None, parser=parser)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+
+    about = "Continues prompts. The texts go to stdout, everything else to stderr."
+    generate = commands.add_parser("generate", help="continue prompts", description=about, allow_abbrev=False)
+    generate.add_argument(
+        "-p", "--prompt", action="append", default=[], metavar="TEXT", help="may be given several times"
+    )
+    generate.add_argument("--prompts-file", metavar="FILE", help="a prompt on each line that is not empty; - is stdin")
+    _add_common(generate, max_tokens=128)
+    generate.set_defaults(run=_generate, parser=generate)
+
+    about = "A conversation in the terminal."
+    chat = commands.add_parser("chat", help="talk to a model", description=about, allow_abbrev=False)
+    chat.add_argument("--system", default="", metavar="TEXT", help="what the model is told before the conversation")
+    _add_common(chat, max_tokens=None)
+    chat.set_defaults(run=_chat, parser=chat)
+    return parser
+
+
+def _add_common(parser: Parser, *, max_tokens: int | None) -> None:
+    parser.add_argument("model", metavar="MODEL", help='hub id, folder, .gguf file, or the demo model "smollm2-135m"')
+    parser.add_argument("--debug", action="store_true", help="show where an error comes from")
+    add_options(parser, SamplingParams, title="sampling options", defaults={"max_tokens": max_tokens})
+    add_options(parser, EngineConfig, title="engine options", leave_out=("model", "seed"))
+
+
+def _generate(args: argparse.Namespace) -> int:
+    parser: Parser = args.parser
+    params = SamplingParams(**options_from(args, SamplingParams))
+    prompts = args.prompt + (_read_prompts(args.prompts_file, parser) if args.prompts_file else [])
+    if not prompts:
+        parser.error("no prompt: give -p TEXT or --prompts-file FILE")
+    with _engine(args) as (llm, figures):
+        start = time.perf_counter()
+        if len(prompts) == 1:
+            output = print_stream(llm.stream(prompts[0], params))
+            print(flush=True)
+            if output is None:
+                raise KeyboardInterrupt
+            figures.add([output], time.perf_counter() - start)
+        else:
+            outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
+            figures.add(outputs, time.perf_counter() - start)
+            _print_answers(outputs)
+        if num_cut := sum(output.outputs[0].finish_reason == "length" for output in figures.outputs):
+            note(f"[cut off by --max-tokens or --max-model-len: {num_cut} of {len(prompts)}]")
+        note(str(figures))
+    return 0
+
+
+def _chat(args: argparse.Namespace) -> int:
+    params = SamplingParams(**options_from(args, SamplingParams))
+    with _engine(args) as (llm, figures):
+        Chat(llm, params, figures, system=args.system).run()
+        note(str(figures))
+    return 0
+
+
+@contextmanager
+def _engine(args: argparse.Namespace) -> "Iterator[tuple[LLM, Figures]]":
+    start = time.perf_counter()
+    from jaxllm import LLM
+
+    llm = LLM(args.model, progress=sys.stderr.isatty(), **options_from(args, EngineConfig))
+    try:
+        yield llm, Figures(start_up_s=time.perf_counter() - start)
+    finally:
+        llm.engine.shutdown()
+
+
+def _read_prompts(name: str, parser: Parser) -> list[str]:
+    try:
+        with open(0 if name == "-" else name, encoding="utf-8") as file:
+            return [line for line in file.read().splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        parser.error(f"--prompts-file {name} cannot be read: {error}")
+
+
+def _print_answers(outputs: Sequence[RequestOutput]) -> None:
+    for number, output in enumerate(outputs, 1):
+        prompt = textwrap.shorten(output.prompt or "", PROMPT_WIDTH, placeholder=" …")
+        print(f"--- {number} of {len(outputs)}: {prompt}\n{output.outputs[0].text}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""A real model from its GGUF file against transformers on torch (`tests/data/make_goldens.py`), in float32."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from scipy.special import logsumexp
+
+from jaxllm import SamplingParams
+
+DATA = Path(__file__).parent.parent / "data"
+GOLDENS = json.loads((DATA / "smollm2_goldens.json").read_text())["prompts"]
+LOGIT_TOLERANCE = 5e-4  # The largest logit is 35; float32 in another order of summation gives 8e-5.
+
+
+def test_the_greedy_continuations_are_those_of_transformers(demo_llm):
+    """All 20 in one call: 8 rows, prompts of up to 1,300 tokens in chunks of what is left of 128 a step."""
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    outputs = demo_llm.generate([golden["text"] for golden in GOLDENS], params)
+    for golden, output in zip(GOLDENS, outputs, strict=True):
+        [completion] = output.outputs
+        assert output.prompt_token_ids == golden["prompt_token_ids"], golden["name"]
+        assert completion.token_ids == golden["token_ids"], golden["name"]
+        assert completion.text == golden["output_text"], golden["name"]
+
+
+def test_a_stream_gives_the_same_text(demo_llm):
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    for golden in GOLDENS[:3]:
+        assert "".join(demo_llm.stream(golden["text"], params)) == golden["output_text"]
+
+
+def test_the_end_token_ends_the_answer(demo_llm):
+    ending = [golden for golden in GOLDENS if 2 in golden["token_ids"] and len(golden["text"]) < 1000]
+    assert ending
+    params = SamplingParams(temperature=0, max_tokens=64)
+    outputs = demo_llm.generate([golden["text"] for golden in ending], params)
+    for golden, output in zip(ending, outputs, strict=True):
+        assert output.outputs[0].token_ids == golden["token_ids"][: golden["token_ids"].index(2) + 1]
+        assert output.outputs[0].finish_reason == "stop"
+
+
+def test_the_logits_are_those_of_transformers_at_every_position(demo_llm, make_forward):
+    runner = demo_llm.engine.runner
+    forward = make_forward(runner._model, runner._mesh, max_len=1408)
+    prompts = {golden["name"]: golden["prompt_token_ids"] for golden in GOLDENS}
+    with np.load(DATA / "smollm2_logits.npz") as expected:
+        for i, name in enumerate(expected["names"].tolist()):
+            ids, rows = prompts[name], expected["positions"][i]
+            chunk_lens = [min(64, len(ids) - start) for start in range(0, len(ids), 64)]
+            logits = forward(runner._weights, ids, chunk_lens)[rows]
+            top = np.take_along_axis(logits, expected["top_ids"][i], axis=1)
+            np.testing.assert_allclose(top, expected["top_logits"][i], atol=LOGIT_TOLERANCE, rtol=0)
+            total = logsumexp(logits, axis=1)
+            np.testing.assert_allclose(total, expected["logsumexp"][i], atol=LOGIT_TOLERANCE, rtol=0)
