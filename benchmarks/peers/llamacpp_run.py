@@ -26,9 +26,7 @@ class LlamaCpp:
         self._log = llama_cpp.llama_log_callback(lambda *_: None)  # kept: the library holds only its address
         llama_cpp.llama_log_set(self._log, None)
         llama_cpp.llama_backend_init()
-        self._model = llama_cpp.llama_model_load_from_file(
-            gguf.encode(), llama_cpp.llama_model_default_params()
-        )
+        self._model = llama_cpp.llama_model_load_from_file(gguf.encode(), llama_cpp.llama_model_default_params())
         self._vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
         self._batch = llama_cpp.llama_batch_init(MAX_BATCH_LEN, 0, 1)
         self._contexts: dict[tuple[int, int], llama_cpp.llama_context_p] = {}
@@ -71,9 +69,7 @@ class LlamaCpp:
         if status := llama_cpp.llama_decode(context, batch):
             raise RuntimeError(f"llama_decode returned {status}")
         return [
-            (sequence, self._most_likely(context, i))
-            for i, (_, _, sequence, is_wanted) in enumerate(rows)
-            if is_wanted
+            (sequence, self._most_likely(context, i)) for i, (_, _, sequence, is_wanted) in enumerate(rows) if is_wanted
         ]
 
     def _most_likely(self, context: llama_cpp.llama_context_p, row: int) -> int:

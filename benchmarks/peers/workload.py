@@ -61,7 +61,7 @@ def main(load: Callable[[argparse.Namespace], Engine], version: str) -> None:
 
 
 def random_prompts(key: str, num_prompts: int, prompt_len: int) -> list[TokenIds]:
-    """Token ids that depend on the arguments only. The low ids, where vocabularies keep special tokens, are left out."""
+    """Token ids that depend on the arguments only, without the low ids, where vocabularies keep special tokens."""
     generator = random.Random(f"{key} {num_prompts} {prompt_len}")
     return [[generator.randrange(1_000, 30_000) for _ in range(prompt_len)] for _ in range(num_prompts)]
 
@@ -71,9 +71,7 @@ def peak_memory_bytes() -> int:
     return sum(_peak_kib(pid) * 1024 for pid in (os.getpid(), *_descendants(os.getpid())))
 
 
-def _timed(
-    engine: Engine, num_prompts: int, prompt_len: int, max_tokens: int, repeats: int
-) -> Iterator[float]:
+def _timed(engine: Engine, num_prompts: int, prompt_len: int, max_tokens: int, repeats: int) -> Iterator[float]:
     """Seconds of each repeat. Each has prompts of its own, so that no cache of prefixes can answer."""
     _generate(engine, random_prompts("warm-up", num_prompts, prompt_len), min(max_tokens, WARM_UP_LEN))
     for repeat in range(repeats):

@@ -188,9 +188,9 @@ def _generate():
 
 
 def write_tokenizer(folder: Path, chat_template: str | None = TINY_CHAT_TEMPLATE) -> None:
-    """For the 256 ids of a tiny model: a token for each byte, but that 0, 1 and 2 are unk, bos and eos."""
+    """For the 256 ids of a tiny model: unk, bos and eos, and a token for each byte from 3 on."""
     special = ["<unk>", "<s>", "</s>"]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[len(special) :]
+    alphabet = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - set("ĀāĂ"))  # Bytes 0, 1 and 2.
     tokenizer = Tokenizer(
         models.BPE(
             vocab={token: i for i, token in enumerate([*special, *alphabet])}, merges=[], unk_token="<unk>"

@@ -1,0 +1,132 @@
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from jaxllm.config import EngineConfig, ResolvedConfig, resolve
+from jaxllm.errors import ConfigError
+
+
+def resolved(platform="cpu", model_max_len=2048, **options):
+    return resolve(EngineConfig(model="m", **options), platform=platform, model_max_len=model_max_len)
+
+
+def test_the_options_are_these():
+    defaults = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
+    assert defaults.pop("model") is dataclasses.MISSING
+    values = {"tensor_parallel_size": 1, "seed": 0}
+    assert {name: default for name, default in defaults.items() if default is not None} == values
+    assert set(defaults) == {
+        "revision",
+        "dtype",
+        "kv_cache_dtype",
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "page_size",
+        "num_pages",
+        "memory_utilization",
+        "tensor_parallel_size",
+        "attention_implementation",
+        "compilation_cache_dir",
+        "seed",
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "int8"}, "dtype is 'int8'; it must be one of bfloat16, float32, float16, or None for auto"),
+        ({"dtype": float}, "dtype is <class 'float'>"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype is 'fp8'; it must be one of"),
+        ({"max_model_len": 1}, "max_model_len is 1; it must be an integer of at least 2"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0; it must be an integer of at least 1"),
+        ({"max_num_seqs": 8.0}, "max_num_seqs is 8.0; it must be an integer"),
+        ({"max_num_seqs": True}, "max_num_seqs is True; it must be an integer"),
+        ({"max_num_batched_tokens": -1}, "max_num_batched_tokens is -1; "),
+        ({"page_size": "16"}, "page_size is '16'; it must be an integer"),
+        ({"num_pages": 1}, "num_pages is 1; it must be an integer of at least 2"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0; "),
+        ({"seed": -1}, "seed is -1; it must be an integer of at least 0"),
+        ({"memory_utilization": 0}, "memory_utilization is 0; it must be above 0 and at most 1"),
+        ({"memory_utilization": 1.01}, "memory_utilization is 1.01; "),
+        ({"memory_utilization": float("nan")}, "memory_utilization is nan; "),
+        ({"memory_utilization": "0.5"}, "memory_utilization is '0.5'; "),
+        (
+            {"max_num_seqs": 64, "max_num_batched_tokens": 63},
+            "max_num_batched_tokens is 63 and max_num_seqs is 64: .* Raise the first or lower the second",
+        ),
+        ({"max_seqs": 3}, r"no option 'max_seqs'\. Did you mean max_num_seqs\?"),
+    ],
+)
+def test_a_bad_option_is_refused_with_its_value_and_limit(options, message):
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(model="m", **options)
+
+
+@pytest.mark.parametrize(
+    ("platform", "expected"),
+    [
+        (
+            "cpu",
+            {
+                "dtype": "bfloat16",
+                "kv_cache_dtype": "float32",
+                "max_model_len": 8192,
+                "max_num_seqs": 32,
+                "max_num_batched_tokens": 512,
+                "page_size": 32,
+                "memory_utilization": 0.05,
+            },
+        ),
+        (
+            "tpu",
+            {
+                "dtype": "bfloat16",
+                "kv_cache_dtype": "bfloat16",
+                "max_model_len": 131_072,
+                "max_num_seqs": 256,
+                "max_num_batched_tokens": 2048,
+                "page_size": 64,
+                "memory_utilization": 0.9,
+            },
+        ),
+    ],
+)
+def test_auto_becomes_what_the_docstring_says(platform, expected):
+    config = resolved(platform, model_max_len=131_072)
+    assert {name: getattr(config, name) for name in expected} == expected
+    assert config.num_pages is None
+    assert config.compilation_cache_dir == str(Path.home() / ".cache" / "jaxllm")
+    auto = {field.name for field in dataclasses.fields(ResolvedConfig) if getattr(config, field.name) is None}
+    assert auto == {"num_pages", "attention_implementation"}
+
+
+def test_what_is_given_is_kept():
+    given = {
+        "dtype": "float16",
+        "kv_cache_dtype": "bfloat16",
+        "max_model_len": 100,
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 7,
+        "page_size": 16,
+        "num_pages": 9,
+        "memory_utilization": 1,
+        "tensor_parallel_size": 2,
+        "attention_implementation": "reference",
+        "compilation_cache_dir": "",
+        "seed": 5,
+    }
+    config = resolved(**given)
+    assert {name: getattr(config, name) for name in given} == given
+    assert config.max_pages_per_seq == 7
+
+
+def test_defaults_fit_what_is_given():
+    assert resolved(max_num_batched_tokens=8).max_num_seqs == 8
+    assert resolved(max_num_seqs=1000).max_num_batched_tokens == 1000
+    assert resolved(dtype="float32", platform="gpu").kv_cache_dtype == "float32"
+    assert resolved(model_max_len=2048).max_model_len == 2048
+    assert resolved(model_max_len=2048, max_model_len=2048).max_model_len == 2048
+    with pytest.raises(ConfigError, match=r"max_model_len is 2,049; the model was made for 2,048 tokens\. Lower"):
+        resolved(model_max_len=2048, max_model_len=2049)

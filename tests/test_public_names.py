@@ -1,0 +1,39 @@
+"""What users import is decided here, and costs nothing before it is used."""
+
+import subprocess
+import sys
+
+import jaxllm
+
+PUBLIC_NAMES = ["CompletionOutput", "EngineConfig", "JaxLLMError", "LLM", "RequestOutput", "SamplingParams"]
+
+
+def test_the_public_names_are_these():
+    assert sorted(jaxllm.__all__) == PUBLIC_NAMES
+    for name in PUBLIC_NAMES:
+        assert getattr(jaxllm, name).__name__ == name
+    assert set(PUBLIC_NAMES) <= set(dir(jaxllm))
+    names = {}
+    exec("from jaxllm import *", names)
+    assert set(PUBLIC_NAMES) <= set(names)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    assert not hasattr(jaxllm, "Llm")
+
+
+def test_importing_the_package_imports_nothing_heavy():
+    program = "import sys, jaxllm; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    loaded = set(result.stdout.split())
+    assert "jaxllm" in loaded
+    assert not loaded & {"jax", "jaxlib", "flax", "transformers", "tokenizers", "numpy", "huggingface_hub", "gguf"}
+
+
+def test_params_and_outputs_need_no_jax():
+    program = (
+        "import sys; from jaxllm import CompletionOutput, EngineConfig, JaxLLMError, RequestOutput, SamplingParams\n"
+        "print('jax' in sys.modules, 'transformers' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["False", "False"]
