@@ -27,7 +27,7 @@ def draw(figures: Mapping[str, Figures], ours: str, path: Path) -> None:
         values = {system: [figures[system].tokens_per_s.get(name) for name in group] for system in systems}
         _bars(axes, title, [label(name).split(", ")[1] for name in group], values, colors)
     startup = {system: [figures[system].cold_startup_s, figures[system].warm_startup_s] for system in systems}
-    _bars(right, "Start-up, s", ["empty caches", "filled caches"], startup, colors)
+    _bars(right, "Start-up, s (logarithmic)", ["empty caches", "filled caches"], startup, colors)
     right.set_yscale("log")
 
     handles, _ = middle.get_legend_handles_labels()
@@ -55,4 +55,5 @@ def _bars(
     axes.tick_params(axis="x", length=0)
     axes.yaxis.set_visible(False)
     axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.set_xlim(-0.6, len(groups) - 0.4)
     axes.margins(y=0.12)

@@ -1,6 +1,6 @@
 """What was measured of a system, its best over all runs, and the tables of it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ class Figures:
     """tokens_per_s: best by name, "prefill_N" (N prompts of 512) and "output_N" (N requests at once, 128 in, 128 out).
 
     cold_startup_s: of the first run, with empty caches; warm_startup_s: the best of the others.
+    others: of each run, the part of the machine's CPU time that other processes took.
     """
 
     version: str = ""
@@ -20,9 +21,11 @@ class Figures:
     warm_startup_s: float | None = None
     peak_bytes: int = 0
     sample: list[int] = field(default_factory=list)
+    others: list[float] = field(default_factory=list)
 
-    def add(self, measurements: Sequence[Mapping[str, Any]]) -> None:
+    def add(self, measurements: Sequence[Mapping[str, Any]], others: float) -> None:
         """Takes over what a run printed."""
+        self.others.append(others)
         for line in measurements:
             match line["measurement"]:
                 case "startup":
@@ -70,17 +73,18 @@ def label(name: str) -> str:
 def format_table(figures: Mapping[str, Figures]) -> str:
     """Systems side by side, as a Markdown table."""
 
-    def row(title: str, figure: Callable[[Figures], float | None], form: str) -> list[str]:
-        values = [figure(each) for each in figures.values()]
+    def row(title: str, form: str, values: Iterable[float | None]) -> list[str]:
         return [title, *("–" if value is None else format(value, form) for value in values)]
 
-    names = list(dict.fromkeys(name for each in figures.values() for name in each.tokens_per_s))
+    every = figures.values()
+    names = list(dict.fromkeys(name for each in every for name in each.tokens_per_s))
     rows = [
         ["", *(f"{name} {each.version}" for name, each in figures.items())],
-        *(row(f"{label(n)} (tokens/s)", lambda each, n=n: each.tokens_per_s.get(n), ",.0f") for n in names),
-        row("start-up, empty caches (s)", lambda each: each.cold_startup_s, ".1f"),
-        row("start-up, filled caches (s)", lambda each: each.warm_startup_s, ".1f"),
-        row("peak memory (MiB)", lambda each: each.peak_bytes / MIB, ",.0f"),
+        *(row(f"{label(n)} (tokens/s)", ",.0f", (each.tokens_per_s.get(n) for each in every)) for n in names),
+        row("start-up, empty caches (s)", ".1f", (each.cold_startup_s for each in every)),
+        row("start-up, filled caches (s)", ".1f", (each.warm_startup_s for each in every)),
+        row("peak memory (MiB)", ",.0f", (each.peak_bytes / MIB for each in every)),
+        row("used by other processes (%)", ".0f", (100 * max(each.others) for each in every)),
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [" | ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]

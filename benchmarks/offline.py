@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from figures import Figures, format_ratios, format_table
-from systems import OURS, PEERS, System, find_gguf, find_systems, run
+from systems import OURS, PEERS, System, describe_machine, find_gguf, find_systems, run
 
 from jaxllm.loading.sources import open_checkpoint
 
@@ -47,13 +47,14 @@ def main() -> None:
     options = ["--sample", json.dumps(tokenizer.encode(SAMPLE)), "--repeats", str(args.repeats)]
     options += ["--concurrency", *map(str, args.concurrency)]
 
+    print(describe_machine())
     figures = measure(systems, options, args.rounds, args.output_dir)
     print("\n" + format_table(figures) + "\n\n" + format_ratios(figures, OURS) + "\n")
     print(f"Continuations of {SAMPLE!r}:")
     for name, each in figures.items():
         print(f"  {name:14}{tokenizer.decode(each.sample)!r}")
 
-    results = {name: vars(each) for name, each in figures.items()}
+    results = {"machine": describe_machine(), **{name: vars(each) for name, each in figures.items()}}
     (args.output_dir / "offline.json").write_text(json.dumps(results, indent=2) + "\n")
     if not args.no_chart:
         from chart import draw  # matplotlib: a second of import
@@ -74,7 +75,7 @@ def measure(systems: list[System], options: list[str], rounds: int, log_dir: Pat
                 if result.exit_status:
                     print(f"failed with status {result.exit_status}; see {log}")
                     continue
-                figures[system.name].add(result.measurements)
+                figures[system.name].add(result.measurements, result.others)
                 note = "; DISTURBED, its figures are too low" if result.others > QUIET else ""
                 print(f"{result.seconds:6.0f} s  other processes used {result.others:.0%} of the machine{note}")
     return {name: each for name, each in figures.items() if each.tokens_per_s}

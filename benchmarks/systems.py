@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import platform
 import resource
 import subprocess
 import sys
@@ -107,19 +108,25 @@ def run(system: System, options: Sequence[str], *, cache_dir: Path, log: Path) -
         "VLLM_CACHE_ROOT": str(cache_dir / "vllm"),
     }
     busy, own, started_at = _machine_cpu_s(), _children_cpu_s(), time.time()
-    with log.open("w") as errors:
-        process = subprocess.run(
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
             [*system.command, *options, "--started-at", str(started_at)],
-            env=os.environ | variables | system.variables,
+            env={**os.environ, **variables, **system.variables},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            timeout=TIMEOUT_S,
-        )
+        ) as process,
+    ):
+        try:
+            output, _ = process.communicate(timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, _ = process.communicate()
     seconds = time.time() - started_at
     others_s = (_machine_cpu_s() - busy) - (_children_cpu_s() - own)
-    lines = [line for line in process.stdout.splitlines() if line.startswith('{"measurement"')]
+    lines = [line for line in output.splitlines() if line.startswith('{"measurement"')]
     return RunResult(
         exit_status=process.returncode,
         measurements=[json.loads(line) for line in lines],
@@ -135,6 +142,12 @@ def _safetensors(gguf: Path, python: Path, peers_dir: Path) -> Path:
         print(f"Converting {gguf.name} to {folder}", flush=True)
         subprocess.run([python, SCRIPTS / "convert_gguf.py", gguf, folder], check=True)
     return folder
+
+
+def describe_machine() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return f"{name}, {len(os.sched_getaffinity(0))} cores"
 
 
 def _machine_cpu_s() -> float:

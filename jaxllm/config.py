@@ -27,12 +27,12 @@ class EngineConfig:
     model: hub id, folder, .gguf file, or the demo model "smollm2-135m".
     revision: branch, tag or commit of a hub id.
     dtype: of the weights and of the products: "bfloat16" (auto), "float32", "float16".
-    kv_cache_dtype: of the cached keys and values; auto: the weights' dtype, float32 on CPU.
+    kv_cache_dtype: of the cached keys and values; auto: the weights' dtype.
     max_model_len: the most tokens of a request, prompt and output together; auto: what the model was made
         for, on CPU at most 8,192.
     max_num_seqs: requests that run at once; auto: 256, 32 on CPU.
     max_num_batched_tokens: the token budget of a step; auto: 2,048, 512 on CPU, never below max_num_seqs.
-    page_size: tokens in a page of the KV cache; auto: 64, 32 on CPU.
+    page_size: tokens in a page of the KV cache; auto: 64.
     num_pages: pages of the KV cache, the null page included; auto: what fits into the memory.
     memory_utilization: the part of the device's memory that weights, programs and KV cache may take together;
         auto: 0.9. On CPU the part of the host's memory that the KV cache may take; auto: 0.05.
@@ -61,9 +61,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name, choices in (("dtype", DTYPES), ("kv_cache_dtype", DTYPES)):
             if (value := getattr(self, name)) not in (None, *choices):
-                raise ConfigError(
-                    f"{name} is {value!r}; it must be one of {', '.join(choices)}, or None for auto"
-                )
+                raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(choices)}, or None for auto")
         for name, minimum in _MINIMUMS.items():
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < minimum):
@@ -120,11 +118,11 @@ def resolve(config: EngineConfig, *, platform: str, model_max_len: int) -> Resol
     cache_dir = config.compilation_cache_dir
     return ResolvedConfig(
         dtype=dtype,
-        kv_cache_dtype=config.kv_cache_dtype or ("float32" if on_cpu else dtype),
+        kv_cache_dtype=config.kv_cache_dtype or dtype,
         max_model_len=config.max_model_len or (min(model_max_len, 8192) if on_cpu else model_max_len),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens or max(512 if on_cpu else 2048, max_num_seqs),
-        page_size=config.page_size or (32 if on_cpu else 64),
+        page_size=config.page_size or 64,
         num_pages=config.num_pages,
         memory_utilization=config.memory_utilization or (0.05 if on_cpu else 0.9),
         tensor_parallel_size=config.tensor_parallel_size,

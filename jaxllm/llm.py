@@ -87,9 +87,7 @@ class LLM:
         conversations: Sequence[Any] = messages
         if messages and isinstance(messages[0], Mapping):
             conversations = [messages]
-        prompts = [
-            self._render(conversation, f"conversation {i}") for i, conversation in enumerate(conversations)
-        ]
+        prompts = [self._render(conversation, f"conversation {i}") for i, conversation in enumerate(conversations)]
         return self._run(prompts, sampling_params, use_tqdm)
 
     def stream(
@@ -105,9 +103,7 @@ class LLM:
             text, token_ids = self._render(prompt, "the conversation")
         request_id = self._next_id()
         pieces: list[str] = []
-        self.engine.add_request(
-            request_id, token_ids, _checked(sampling_params), prompt=text, on_text=pieces.append
-        )
+        self.engine.add_request(request_id, token_ids, _checked(sampling_params), prompt=text, on_text=pieces.append)
         try:
             while True:
                 yield from pieces
@@ -131,8 +127,7 @@ class LLM:
             params = [_checked(p) for p in sampling_params]
         if len(params) != len(prompts):
             raise InvalidRequestError(
-                f"there are {len(prompts)} prompts and {len(params)} sampling_params; "
-                "give one for all, or one for each"
+                f"there are {len(prompts)} prompts and {len(params)} sampling_params; give one for all, or one for each"
             )
         request_ids = [self._next_id() for _ in prompts]
         try:
@@ -184,8 +179,7 @@ class LLM:
                 prompt = prompt["prompt"]
         if not isinstance(prompt, str):
             raise InvalidRequestError(
-                f'{name} is {prompt!r}; it must be a text, {{"prompt": text}} or '
-                '{"prompt_token_ids": [ids]}'
+                f'{name} is {prompt!r}; it must be a text, {{"prompt": text}} or {{"prompt_token_ids": [ids]}}'
             )
         return prompt, self._encode(prompt, name)
 
@@ -202,8 +196,7 @@ class LLM:
         tokenizer = self.engine.tokenizer
         if not tokenizer.chat_template:
             raise InvalidRequestError(
-                "this model has no chat template; use `generate` with a prompt in the form that it was "
-                "trained on"
+                "this model has no chat template; use `generate` with a prompt in the form that it was trained on"
             )
         try:
             text = tokenizer.apply_chat_template(
@@ -229,9 +222,7 @@ def _checked(params: SamplingParams | None) -> SamplingParams:
     if params is None:
         return _DEFAULT_PARAMS
     if not isinstance(params, SamplingParams):
-        raise InvalidRequestError(
-            f"sampling_params is {params!r}; it must be a SamplingParams, or a list of them"
-        )
+        raise InvalidRequestError(f"sampling_params is {params!r}; it must be a SamplingParams, or a list of them")
     return params
 
 
@@ -242,9 +233,7 @@ def _check_list(name: str, value: Any) -> None:
 
 def _checked_token_ids(token_ids: Any, name: str) -> list[int]:
     if not isinstance(token_ids, Sequence | np.ndarray) or isinstance(token_ids, str | bytes):
-        raise InvalidRequestError(
-            f"{name} has prompt_token_ids {token_ids!r}; they must be a list of integers"
-        )
+        raise InvalidRequestError(f"{name} has prompt_token_ids {token_ids!r}; they must be a list of integers")
     for i, token_id in enumerate(token_ids):
         if not isinstance(token_id, Integral) or isinstance(token_id, bool):
             raise InvalidRequestError(f"{name} has {token_id!r} as token id {i}; it must be an integer")

@@ -7,15 +7,14 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 
 def convert(gguf: Path, folder: Path) -> None:
     source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
-    # A fresh model has no trace of the quantized source, which vLLM would otherwise try to honour.
-    model = type(loaded)(loaded.config).to(torch.bfloat16)
-    model.load_state_dict(loaded.state_dict())
+    model = AutoModelForCausalLM.from_pretrained(
+        **source, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+    )
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
 

@@ -106,8 +106,7 @@ class Engine:
         outside = [token for token in prompt_token_ids if not 0 <= token < self.vocab_size]
         if outside:
             raise InvalidRequestError(
-                f"token id {outside[0]:,} is not in the vocabulary; ids must be from 0 to "
-                f"{self.vocab_size - 1:,}"
+                f"token id {outside[0]:,} is not in the vocabulary; ids must be from 0 to {self.vocab_size - 1:,}"
             )
         stop_token_ids = params.stop_token_ids or ()
         try:
@@ -149,9 +148,7 @@ class Engine:
             bucket = pick(self.runner.ready_buckets, plan.num_tokens, plan.num_seqs, plan.is_decode_only)
             handle = self.runner.launch(StepBatch.build(plan, self.scheduler.table, bucket))
             self._in_flight.append((plan, handle))
-            self._outputs.note_start(
-                self.scheduler.table.requests_of(plan.rows[plan.num_computed_tokens == 0])
-            )
+            self._outputs.note_start(self.scheduler.table.requests_of(plan.rows[plan.num_computed_tokens == 0]))
         num_ahead = 0 if plan is None else 1
         if len(self._in_flight) <= num_ahead:
             return []

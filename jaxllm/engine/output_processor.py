@@ -67,9 +67,7 @@ class OutputProcessor:
             metrics=RequestMetrics(arrival_time=request.arrival_time),
             on_text=on_text,
             detokenizer=self._detokenizer(request, params) if needs_text else None,
-            stop_strings=StopStrings(
-                params.stop or (), include_stop_str_in_output=params.include_stop_str_in_output
-            ),
+            stop_strings=StopStrings(params.stop or (), include_stop_str_in_output=params.include_stop_str_in_output),
         )
 
     @property
@@ -93,9 +91,7 @@ class OutputProcessor:
             record = self._records[request.request_id]
             if record.metrics.first_token_time is None:
                 record.metrics.first_token_time = now
-            if record.detokenizer is None or (
-                request.status.is_finished and self._is_stop_token(request, token_id)
-            ):
+            if record.detokenizer is None or (request.status.is_finished and self._is_stop_token(request, token_id)):
                 continue
             text, stop_string = record.stop_strings.append(record.detokenizer.append([token_id]))
             record.show(text)
@@ -103,9 +99,7 @@ class OutputProcessor:
                 stopped.append(self._finish(record, "stop", stop_string, now))
         stopped_ids = {done.request_id for done in stopped}
         finished = [
-            self.finish(request.request_id, now)
-            for request in output.finished
-            if request.request_id not in stopped_ids
+            self.finish(request.request_id, now) for request in output.finished if request.request_id not in stopped_ids
         ]
         return finished, stopped
 

@@ -1,6 +1,7 @@
 """Runs steps: one compiled program for each bucket, with donated caches."""
 
 import logging
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ class Runner:
         self.buckets = declare_buckets(config.max_num_batched_tokens, config.max_num_seqs, _MIN_TOKENS)
         self._programs: dict[Bucket, jax.stages.Compiled] = {}
         self._executor = ThreadPoolExecutor(_COMPILE_THREADS, thread_name_prefix="jaxllm-compile")
-        self._compiling: list[Future[int]] = []
+        self._compiling: list[Future[None]] = []
         self.num_pages = config.num_pages or 0
         self._compile_largest()
 
@@ -69,7 +70,8 @@ class Runner:
         self._weights = weights
         self._kv_pages = self._layout.allocate(self.num_pages)
         self._last_token_ids = jax.device_put(np.zeros(self._config.max_num_seqs + 1, np.int32), self._whole)
-        self._compiling = [self._executor.submit(self._compile, bucket) for bucket in self.buckets[-2::-1]]
+        smaller = self.buckets[-2::-1]
+        self._compiling = [self._executor.submit(self._compile_in_background, bucket) for bucket in smaller]
 
     @property
     def ready_buckets(self) -> Sequence[Bucket]:
@@ -113,6 +115,15 @@ class Runner:
             if needed_bytes <= budget.limit_bytes - budget.weights_bytes - self.num_pages * page_bytes:
                 return
             temporaries_bytes = needed_bytes
+
+    def _compile_in_background(self, bucket: Bucket) -> None:
+        if not threading.main_thread().is_alive():
+            return  # The process is ending, and would wait for every program that is still to come.
+        try:
+            self._compile(bucket)
+        except Exception:
+            logger.exception("the program of %s cannot be compiled; its steps go on in a larger bucket", bucket)
+            raise
 
     def _compile(self, bucket: Bucket) -> int:
         """Makes the bucket's program. Returns the bytes of its temporaries."""

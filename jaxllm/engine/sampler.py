@@ -69,9 +69,7 @@ def _probabilities(distances_SV: jax.Array) -> jax.Array:
     return jax.nn.softmax(-distances_SV, axis=1)
 
 
-def _nearest(
-    distances_SV: jax.Array, weigh: Callable[[jax.Array], jax.Array], target_S: jax.Array
-) -> jax.Array:
+def _nearest(distances_SV: jax.Array, weigh: Callable[[jax.Array], jax.Array], target_S: jax.Array) -> jax.Array:
     """Keeps a row's nearest tokens, as few as reach the target weight; all where the target is infinite."""
 
     def cut() -> jax.Array:

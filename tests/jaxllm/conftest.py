@@ -45,15 +45,11 @@ class Forward:
             return module.logits(hidden_TD), kv_pages
 
         # Made for a few calls: here quick compilation is worth more than quick code.
-        self._forward = jax.jit(
-            forward, donate_argnums=1, compiler_options={"xla_backend_optimization_level": 0}
-        )
+        self._forward = jax.jit(forward, donate_argnums=1, compiler_options={"xla_backend_optimization_level": 0})
         self._config, self._mesh = model.config, mesh
         self._max_pages = -(-max_len // self.PAGE_SIZE)
 
-    def __call__(
-        self, weights: list[jax.Array], token_ids: Sequence[int], chunk_lens: Sequence[int]
-    ) -> np.ndarray:
+    def __call__(self, weights: list[jax.Array], token_ids: Sequence[int], chunk_lens: Sequence[int]) -> np.ndarray:
         """float32 [len(token_ids), V], from a forward pass for each chunk over one cache."""
         T, P = self.T, self._max_pages
         spec = KVCacheSpec(
@@ -115,9 +111,7 @@ class TinyModel:
             "compilation_cache_dir": "",
             **options,
         }
-        config = EngineConfig(
-            model=str(self.folder), dtype=self.dtype, max_model_len=self.max_model_len, **options
-        )
+        config = EngineConfig(model=str(self.folder), dtype=self.dtype, max_model_len=self.max_model_len, **options)
         config = resolve(config, platform="cpu", model_max_len=self.max_model_len)
         runner = Runner(self.model, config, self.mesh)
         runner.start(self.weights)
@@ -192,9 +186,7 @@ def write_tokenizer(folder: Path, chat_template: str | None = TINY_CHAT_TEMPLATE
     special = ["<unk>", "<s>", "</s>"]
     alphabet = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - set("ĀāĂ"))  # Bytes 0, 1 and 2.
     tokenizer = Tokenizer(
-        models.BPE(
-            vocab={token: i for i, token in enumerate([*special, *alphabet])}, merges=[], unk_token="<unk>"
-        )
+        models.BPE(vocab={token: i for i, token in enumerate([*special, *alphabet])}, merges=[], unk_token="<unk>")
     )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

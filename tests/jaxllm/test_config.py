@@ -71,11 +71,11 @@ def test_a_bad_option_is_refused_with_its_value_and_limit(options, message):
             "cpu",
             {
                 "dtype": "bfloat16",
-                "kv_cache_dtype": "float32",
+                "kv_cache_dtype": "bfloat16",
                 "max_model_len": 8192,
                 "max_num_seqs": 32,
                 "max_num_batched_tokens": 512,
-                "page_size": 32,
+                "page_size": 64,
                 "memory_utilization": 0.05,
             },
         ),

@@ -41,9 +41,7 @@ def others(count, seed=1):
     [
         GREEDY,
         SamplingParams(temperature=1.0, seed=11, max_tokens=24, ignore_eos=True),
-        SamplingParams(
-            temperature=0.7, top_k=20, top_p=0.9, min_p=0.02, seed=12, max_tokens=24, ignore_eos=True
-        ),
+        SamplingParams(temperature=0.7, top_k=20, top_p=0.9, min_p=0.02, seed=12, max_tokens=24, ignore_eos=True),
     ],
     ids=["greedy", "sampled", "truncated"],
 )

@@ -13,9 +13,7 @@ from jaxllm.pallas_kernels.ragged_paged_attention import KVCacheSpec, kv_cache_s
 def layout(dtype="float32", **changes):
     mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     sizes = {"num_layers": 3, "page_size": 8, "num_kv_heads": 2, "head_dim": 16, "implementation": None} | changes
-    return KVCacheLayout(
-        dtype=jnp.dtype(dtype), sharding=NamedSharding(mesh, KVCacheLayout.partition()), **sizes
-    )
+    return KVCacheLayout(dtype=jnp.dtype(dtype), sharding=NamedSharding(mesh, KVCacheLayout.partition()), **sizes)
 
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("bfloat16", 2)])
@@ -49,9 +47,7 @@ def test_pages_fill_what_weights_and_programs_leave():
     ("weights_bytes", "left"), [(600_000_000, "250 MB are left"), (999_000_000, "and 0 MB are left")]
 )
 def test_too_few_pages_are_refused_with_the_arithmetic(weights_bytes, left):
-    budget = MemoryBudget(
-        limit_bytes=1_000_000_000, weights_bytes=weights_bytes, temporaries_bytes=150_000_000
-    )
+    budget = MemoryBudget(limit_bytes=1_000_000_000, weights_bytes=weights_bytes, temporaries_bytes=150_000_000)
     with pytest.raises(OutOfMemoryError) as refusal:
         budget.num_pages(2_000_000, at_least=126, at_most=10**6)
     for part in (

@@ -140,13 +140,14 @@ def test_the_beginning_of_a_stop_string_at_the_end_is_not_lost(tiny_llm, hello):
 
 def test_a_stop_token_ends_the_tokens_and_is_not_shown(tiny_llm, hello):
     decode = tiny_llm.get_tokenizer().decode
+    unused = min(set(range(256)) - set(hello.token_ids))
     for token_id in set(hello.token_ids):
         num_tokens = hello.token_ids.index(token_id) + 1
-        completion = only(tiny_llm.generate("hello", params(stop_token_ids=[255, token_id])))
+        completion = only(tiny_llm.generate("hello", params(stop_token_ids=[unused, token_id])))
         assert completion.token_ids == hello.token_ids[:num_tokens]
         assert (completion.finish_reason, completion.stop_reason) == ("stop", token_id)
         assert completion.text == decode(hello.token_ids[: num_tokens - 1], skip_special_tokens=True)
-        pieces, output = collect(tiny_llm.stream("hello", params(stop_token_ids=[255, token_id])))
+        pieces, output = collect(tiny_llm.stream("hello", params(stop_token_ids=[unused, token_id])))
         assert output.outputs == [completion]
         assert "".join(pieces) == completion.text
 

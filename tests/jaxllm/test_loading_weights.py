@@ -60,9 +60,7 @@ def test_weights_are_assembled_and_converted_once():
     tensors = {"q": draw(8, 6), "k": draw(4, 6), "norm": draw(6)}
     checkpoint = FakeCheckpoint(tensors)
     specs = {
-        "qk": WeightSpec(
-            struct(6, 12, dtype=ml_dtypes.bfloat16), ("q", "k"), lambda q, k: np.concatenate([q, k]).T
-        ),
+        "qk": WeightSpec(struct(6, 12, dtype=ml_dtypes.bfloat16), ("q", "k"), lambda q, k: np.concatenate([q, k]).T),
         "norm": WeightSpec(struct(6), ("norm",), lambda norm: norm + 1),
     }
     weights = load(checkpoint, specs)
@@ -111,9 +109,7 @@ def test_missing_tensors_are_named_with_the_parameter_that_needs_them():
 
 def test_unexpected_tensors_are_named():
     a = draw(2)
-    with pytest.raises(
-        CorruptCheckpointError, match=r"fake has 2 tensors .* call for: adapter\.0, adapter\.1"
-    ):
+    with pytest.raises(CorruptCheckpointError, match=r"fake has 2 tensors .* call for: adapter\.0, adapter\.1"):
         load(FakeCheckpoint({"a": a, "adapter.1": a, "adapter.0": a}), identity("a", a))
 
 
@@ -130,9 +126,7 @@ def test_tensors_that_follow_from_others_may_stay_unread():
     assert checkpoint.reads["vision.x"] == 0
 
 
-@pytest.mark.parametrize(
-    "config", [{"tie_word_embeddings": False}, {"text_config": {}, "tie_word_embeddings": False}]
-)
+@pytest.mark.parametrize("config", [{"tie_word_embeddings": False}, {"text_config": {}, "tie_word_embeddings": False}])
 def test_output_projection_of_an_untied_model_must_be_read(config):
     a = draw(2)
     with pytest.raises(CorruptCheckpointError, match=r"lm_head\.weight"):
@@ -199,9 +193,7 @@ def test_loading_needs_little_more_memory_than_the_weights(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     shape = (1024, 2560)  # 5 MiB
     tensors = {
-        f"{kind}.{i}": np.full(shape, i, ml_dtypes.bfloat16)
-        for i in range(20)
-        for kind in ("plain", "transposed")
+        f"{kind}.{i}": np.full(shape, i, ml_dtypes.bfloat16) for i in range(20) for kind in ("plain", "transposed")
     }
     save_file(tensors, tmp_path / "model.safetensors")
     output = subprocess.run(

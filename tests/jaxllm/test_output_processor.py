@@ -22,9 +22,7 @@ class Script:
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
         self.scheduler = Scheduler(
-            SchedulerConfig(
-                max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64, page_size=8, num_pages=40
-            )
+            SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64, page_size=8, num_pages=40)
         )
         self.outputs = OutputProcessor(tokenizer)
         self.tokens = {}

@@ -36,7 +36,7 @@ def test_the_cache_is_updated_in_place(demo_llm):
 def test_no_step_copies_a_cache_or_a_weight(demo_llm):
     """No operation of the compiled programs moves or converts as many elements as a cache or a matrix has."""
     runner = demo_llm.engine.runner
-    matrices = [struct.shape for struct in runner._model.structs.values() if len(struct.shape) > 1]
+    matrices = [struct.shape for struct in runner._model.structs if len(struct.shape) > 1]
     sizes = {prod(shape) for shape in [*matrices, runner._kv_pages[0].shape]}
     moved = re.compile(r"= \w+\[([\d,]+)\]\S* (copy|transpose|convert|reverse|pad|concatenate)\(")
     for bucket, program in runner._programs.items():
