@@ -11,15 +11,13 @@ import json
 import tempfile
 from pathlib import Path
 
-from figures import Figures, format_ratios, format_table
+from figures import QUIET, Figures, format_ratios, format_table
 from systems import OURS, PEERS, System, describe_machine, find_gguf, find_systems, run
 
 from jaxllm.loading.sources import open_checkpoint
 
 HERE = Path(__file__).resolve().parent
 SAMPLE = "The capital of France is Paris. The capital of Italy is Rome. The capital of Spain is"
-QUIET = 0.05
-"""Part of the machine that other processes may use before a run is called disturbed."""
 
 
 def parse_args() -> argparse.Namespace:
@@ -49,8 +47,8 @@ def main() -> None:
 
     print(describe_machine())
     figures = measure(systems, options, args.rounds, args.output_dir)
-    print("\n" + format_table(figures) + "\n\n" + format_ratios(figures, OURS) + "\n")
-    print(f"Continuations of {SAMPLE!r}:")
+    print(f"\n{format_table(figures)}\n\n{format_ratios(figures, OURS)}")
+    print(f"\nContinuations of {SAMPLE!r}:")
     for name, each in figures.items():
         print(f"  {name:14}{tokenizer.decode(each.sample)!r}")
 
@@ -76,7 +74,7 @@ def measure(systems: list[System], options: list[str], rounds: int, log_dir: Pat
                     print(f"failed with status {result.exit_status}; see {log}")
                     continue
                 figures[system.name].add(result.measurements, result.others)
-                note = "; DISTURBED, its figures are too low" if result.others > QUIET else ""
+                note = "; DISTURBED: its figures are too low" if result.others > QUIET else ""
                 print(f"{result.seconds:6.0f} s  other processes used {result.others:.0%} of the machine{note}")
     return {name: each for name, each in figures.items() if each.tokens_per_s}
 

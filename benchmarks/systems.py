@@ -36,8 +36,8 @@ PEERS = {
         script="vllm_run.py",
         environment="vllm",
         variables={
-            # As it comes, vLLM keeps a core for its scheduler's process. On few cores, one process that computes on
-            # all of them is twice as fast. Threads that wait longer than 5 ms sleep, as vLLM has it elsewhere.
+            # As it comes, vLLM keeps a core for its scheduler's process; here one process computes on all cores. The
+            # affinity and block time (ms until a waiting thread sleeps) are like those that vLLM gives its workers.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),

@@ -41,7 +41,7 @@ class Runner:
 
     The constructor compiles the program of the largest bucket, which fits every step; it needs the model's shapes
     only. `start` takes the weights, after which steps can be launched; the other programs are compiled in background
-    threads, the larger first, and `ready_buckets` grows as they come.
+    threads, those for decodes first, and `ready_buckets` grows as they come.
     """
 
     def __init__(self, model: Model, config: ResolvedConfig, mesh: Mesh):
@@ -70,8 +70,9 @@ class Runner:
         self._weights = weights
         self._kv_pages = self._layout.allocate(self.num_pages)
         self._last_token_ids = jax.device_put(np.zeros(self._config.max_num_seqs + 1, np.int32), self._whole)
-        smaller = self.buckets[-2::-1]
-        self._compiling = [self._executor.submit(self._compile_in_background, bucket) for bucket in smaller]
+        # Decodes first: most steps are, and they suffer most in the largest bucket.
+        rest = sorted(self.buckets[:-1], key=lambda bucket: (bucket.is_decode_only, bucket), reverse=True)
+        self._compiling = [self._executor.submit(self._compile_in_background, bucket) for bucket in rest]
 
     @property
     def ready_buckets(self) -> Sequence[Bucket]:
