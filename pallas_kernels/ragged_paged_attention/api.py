@@ -25,9 +25,8 @@ class KVCacheSpec:
     dtype: jnp.dtype
 
 
-def default_implementation(platform: str | None = None) -> str:
-    """The implementation for a platform ("cpu", "gpu", "tpu"; default: JAX's default backend)."""
-    del platform  # The kernels for TPU and GPU will register themselves here; until then plain XLA serves all.
+def default_implementation() -> str:
+    """What runs on JAX's default backend: plain XLA everywhere, until kernels for TPU and GPU stand beside it."""
     return "xla"
 
 
@@ -118,7 +117,7 @@ def ragged_paged_attention(
 
 
 def _module(implementation: str | None) -> ModuleType:
-    name = implementation or default_implementation(jax.default_backend())
+    name = implementation or default_implementation()
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation {name!r} is not known; choose one of {sorted(IMPLEMENTATIONS)}")
     return IMPLEMENTATIONS[name]
