@@ -90,7 +90,7 @@ def make_rope(config: dict[str, Any], head_dim: int, max_model_len: int, *, thet
         case "llama3":
             inv_freq = _llama3(inv_freq, scaling, original_len or max_position)
         case "yarn":
-            factor = scaling.get("factor") or max_position / original_len
+            factor = scaling.get("factor") or max_position / (original_len or max_position)
             inv_freq = _yarn(inv_freq, base, dim, factor, original_len or max_position, scaling)
             scale = _yarn_scale(factor, scaling)
         case "longrope":

@@ -92,7 +92,7 @@ def model_max_len(hf_config: dict[str, Any]) -> int:
     """The most tokens that the model was made for, from its config.json."""
     text = {**hf_config, **hf_config.get("text_config", {})}
     max_len = text.get("max_position_embeddings", 131_072 if "gemma3" in text["model_type"] else 2048)
-    scaling = text.get("rope_scaling") or {}
+    scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
     if isinstance(original := scaling.get("original_max_position_embeddings"), int):
         max_len = max(max_len, int(original * (scaling.get("factor") or 1)))
     return max_len
