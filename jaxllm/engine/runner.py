@@ -1,6 +1,7 @@
 """Runs steps: one compiled program for each bucket, with donated caches."""
 
 import logging
+import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,7 +23,7 @@ from jaxllm.scheduler.step_batch import StepBatch, fields
 logger = logging.getLogger(__name__)
 
 _MIN_TOKENS = 4  # XLA on CPU leaves its fast path for products of one row.
-_COMPILE_THREADS = 2
+_COMPILE_THREADS = min(8, max(1, (os.cpu_count() or 2) // 2))  # XLA has threads of its own in each compilation.
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ class Runner:
     """Owns the weights, the caches and the programs.
 
     The constructor compiles the program of the largest bucket, which fits every step; it needs the model's shapes
-    only. `start` takes the weights, after which steps can be launched; the other programs are compiled in background
-    threads, those for decodes first, and `ready_buckets` grows as they come.
+    only. `start` takes the weights, after which steps can be launched. The other programs are compiled in background
+    threads, those for decodes first, larger ones first, and `ready_buckets` grows as they come.
     """
 
     def __init__(self, model: Model, config: ResolvedConfig, mesh: Mesh):
@@ -63,16 +64,16 @@ class Runner:
         self._executor = ThreadPoolExecutor(_COMPILE_THREADS, thread_name_prefix="jaxllm-compile")
         self._compiling: list[Future[None]] = []
         self.num_pages = config.num_pages or 0
-        self._compile_largest()
+        self._compile_first()
 
     def start(self, weights: list[jax.Array]) -> None:
         """Takes the weights, in the order of the model's `structs`, and allocates the caches."""
         self._weights = weights
         self._kv_pages = self._layout.allocate(self.num_pages)
         self._last_token_ids = jax.device_put(np.zeros(self._config.max_num_seqs + 1, np.int32), self._whole)
-        # Decodes first: most steps are, and they suffer most in the largest bucket.
-        rest = sorted(self.buckets[:-1], key=lambda bucket: (bucket.is_decode_only, bucket), reverse=True)
-        self._compiling = [self._executor.submit(self._compile_in_background, bucket) for bucket in rest]
+        rest = set(self.buckets) - {self.buckets[-1], self._largest_decode}
+        for bucket in sorted(rest, key=lambda bucket: (bucket.is_decode_only, bucket), reverse=True):
+            self._compiling.append(self._executor.submit(self._compile_in_background, bucket))
 
     @property
     def ready_buckets(self) -> Sequence[Bucket]:
@@ -96,15 +97,25 @@ class Runner:
         """Gives up the compilations that have not begun."""
         self._executor.shutdown(wait=True, cancel_futures=True)
 
-    def _compile_largest(self) -> None:
+    @property
+    def _largest_decode(self) -> Bucket:
+        """Serves every step of decodes, which most are, and which suffer most in the largest bucket."""
+        return max(bucket for bucket in self.buckets if bucket.is_decode_only)
+
+    def _compile_largest(self) -> int:
+        """Compiles the largest bucket's program and begins with that for decodes. Returns bytes of temporaries."""
+        self._compiling = [self._executor.submit(self._compile_in_background, self._largest_decode)]
+        return self._compile(self.buckets[-1])
+
+    def _compile_first(self) -> None:
         """Compiles the largest bucket's program and settles the number of pages, which its temporaries decide."""
-        config, largest, page_bytes = self._config, self.buckets[-1], self._layout.page_bytes()
+        config, page_bytes = self._config, self._layout.page_bytes()
         if config.num_pages is not None:
-            self._compile(largest)
+            self._compile_largest()
             return
         limit_bytes = memory_limit_bytes(jax.local_devices()[0], config.memory_utilization, self._model.weights_bytes)
         at_most = config.max_num_seqs * self._config.max_pages_per_seq + 1
-        temporaries_bytes = _estimate_temporaries_bytes(self._model.config, largest)
+        temporaries_bytes = _estimate_temporaries_bytes(self._model.config, self.buckets[-1])
         while True:
             budget = MemoryBudget(
                 limit_bytes=limit_bytes,
@@ -112,9 +123,10 @@ class Runner:
                 temporaries_bytes=temporaries_bytes,
             )
             self.num_pages = budget.num_pages(page_bytes, at_least=self._config.max_pages_per_seq + 1, at_most=at_most)
-            needed_bytes = self._compile(largest)
+            needed_bytes = self._compile_largest()
             if needed_bytes <= budget.limit_bytes - budget.weights_bytes - self.num_pages * page_bytes:
                 return
+            self.wait_until_compiled()  # What was begun has the wrong number of pages, and is made anew.
             temporaries_bytes = needed_bytes
 
     def _compile_in_background(self, bucket: Bucket) -> None:
