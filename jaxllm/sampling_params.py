@@ -41,8 +41,8 @@ class SamplingParams:
     """Sample from the tokens at least this many times as likely as the most likely one. 0 is off."""
 
     seed: int | None = None
-    """Makes the request's tokens repeatable, whatever is served beside it. None (or -1, as in vLLM) takes a
-    fresh one each time."""
+    """Makes the request's tokens repeatable, whatever is served beside it. None (or -1, as in vLLM) draws
+    one from the engine's own seed."""
 
     max_tokens: int | None = 16
     """The most tokens to generate. None means until the model's context is full."""

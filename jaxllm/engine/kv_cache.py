@@ -12,6 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxllm.errors import OutOfMemoryError
 from jaxllm.pallas_kernels.ragged_paged_attention import KVCacheSpec, kv_cache_shape
 
+KV_CACHE_PARTITION = PartitionSpec(None, "model")
+
 
 @dataclass(frozen=True, kw_only=True)
 class KVCacheLayout:
@@ -24,10 +26,6 @@ class KVCacheLayout:
     dtype: jnp.dtype
     implementation: str | None
     sharding: NamedSharding
-
-    @classmethod
-    def partition(cls) -> PartitionSpec:
-        return PartitionSpec(None, "model")
 
     def structs(self, num_pages: int) -> list[jax.ShapeDtypeStruct]:
         """One layer's array, for each layer."""

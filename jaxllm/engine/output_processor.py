@@ -91,7 +91,8 @@ class OutputProcessor:
             record = self._records[request.request_id]
             if record.metrics.first_token_time is None:
                 record.metrics.first_token_time = now
-            if record.detokenizer is None or (request.status.is_finished and self._is_stop_token(request, token_id)):
+            is_stop_token = request.status is RequestStatus.FINISHED_STOP
+            if record.detokenizer is None or is_stop_token:
                 continue
             text, stop_string = record.stop_strings.append(record.detokenizer.append([token_id]))
             record.show(text)
@@ -151,7 +152,3 @@ class OutputProcessor:
             prompt_token_ids=request.prompt_token_ids,
             skip_special_tokens=params.skip_special_tokens,
         )
-
-    @staticmethod
-    def _is_stop_token(request: Request, token_id: int) -> bool:
-        return request.status is RequestStatus.FINISHED_STOP and token_id in request.stop_token_ids

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.config import ResolvedConfig
-from jaxllm.engine.kv_cache import KVCacheLayout, MemoryBudget, memory_limit_bytes
+from jaxllm.engine.kv_cache import KV_CACHE_PARTITION, KVCacheLayout, MemoryBudget, memory_limit_bytes
 from jaxllm.engine.step_program import StepResult, make_step
 from jaxllm.models.model import Model
 from jaxllm.models.registry import ModelConfig
@@ -57,7 +57,7 @@ class Runner:
             head_dim=model.config.head_dim,
             dtype=jnp.dtype(config.kv_cache_dtype),
             implementation=config.attention_implementation,
-            sharding=NamedSharding(mesh, KVCacheLayout.partition()),
+            sharding=NamedSharding(mesh, KV_CACHE_PARTITION),
         )
         self.buckets = declare_buckets(config.max_num_batched_tokens, config.max_num_seqs, _MIN_TOKENS)
         self._programs: dict[Bucket, jax.stages.Compiled] = {}
@@ -114,7 +114,7 @@ class Runner:
             self._compile_largest()
             return
         limit_bytes = memory_limit_bytes(jax.local_devices()[0], config.memory_utilization, self._model.weights_bytes)
-        at_most = config.max_num_seqs * self._config.max_pages_per_seq + 1
+        at_least, at_most = config.max_pages_per_seq + 1, config.max_num_seqs * config.max_pages_per_seq + 1
         temporaries_bytes = _estimate_temporaries_bytes(self._model.config, self.buckets[-1])
         while True:
             budget = MemoryBudget(
@@ -122,7 +122,7 @@ class Runner:
                 weights_bytes=self._model.weights_bytes,
                 temporaries_bytes=temporaries_bytes,
             )
-            self.num_pages = budget.num_pages(page_bytes, at_least=self._config.max_pages_per_seq + 1, at_most=at_most)
+            self.num_pages = budget.num_pages(page_bytes, at_least=at_least, at_most=at_most)
             needed_bytes = self._compile_largest()
             if needed_bytes <= budget.limit_bytes - budget.weights_bytes - self.num_pages * page_bytes:
                 return
@@ -141,19 +141,15 @@ class Runner:
     def _compile(self, bucket: Bucket) -> int:
         """Makes the bucket's program. Returns the bytes of its temporaries."""
         config = self._config
-        step = make_step(self._model, bucket, self._config.max_pages_per_seq, config.attention_implementation)
-        packed_size = fields(bucket, self._config.max_pages_per_seq)["num_seqs"].end
+        step = make_step(self._model, bucket, config.max_pages_per_seq, config.attention_implementation)
+        packed_size = fields(bucket, config.max_pages_per_seq)["num_seqs"].end
         arguments = (
             self._model.structs,
             self._layout.structs(self.num_pages),
             jax.ShapeDtypeStruct((config.max_num_seqs + 1,), jnp.int32, sharding=self._whole),
             jax.ShapeDtypeStruct((packed_size,), jnp.int32, sharding=self._whole),
         )
-        out_shardings = (
-            [self._layout.sharding] * self._layout.num_layers,
-            self._whole,
-            self._whole,
-        )
+        out_shardings = ([self._layout.sharding] * self._layout.num_layers, self._whole, self._whole)
         with jax.set_mesh(self._mesh):
             lowered = jax.jit(step, donate_argnums=(1, 2), out_shardings=out_shardings).lower(*arguments)
             program = lowered.compile(_compiler_options(bucket))

@@ -19,7 +19,6 @@ def parameter(shape: tuple[int, ...], dtype: jnp.dtype, partition: PartitionSpec
     return nnx.Param(jnp.zeros(shape, dtype), partition=partition)
 
 
-def activation_dtype(weight_dtype: jnp.dtype, platform: str | None = None) -> jnp.dtype:
+def activation_dtype(weight_dtype: jnp.dtype) -> jnp.dtype:
     """The dtype between dots: the weights' own on accelerators, float32 on CPU."""
-    platform = platform or jax.default_backend()
-    return _ACTIVATION_DTYPE_ON_CPU if platform == "cpu" else jnp.dtype(weight_dtype)
+    return _ACTIVATION_DTYPE_ON_CPU if jax.default_backend() == "cpu" else jnp.dtype(weight_dtype)

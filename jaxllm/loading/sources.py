@@ -36,7 +36,7 @@ def open_checkpoint(model: str | Path, *, revision: str | None = None) -> Checkp
     """
     name = str(model)
     if name in DEMO_MODELS:
-        return GGUFCheckpoint(_demo_file(name), source=name)
+        return GGUFCheckpoint(demo_file(name), source=name)
     path = Path(model).expanduser()
     if path.is_file():
         return _open_file(path)
@@ -72,7 +72,8 @@ def _open_folder(folder: Path, source: str) -> Checkpoint:
     raise _without_weights(source, files, separator="/")
 
 
-def _demo_file(alias: str) -> Path:
+def demo_file(alias: str) -> Path:
+    """The GGUF file of a demo model. Raises ModelNotFoundError if its package is not installed."""
     package = DEMO_MODELS[alias]
     spec = importlib.util.find_spec(package.replace("-", "_"))
     folders = [Path(folder) for folder in (spec.submodule_search_locations if spec else None) or ()]

@@ -5,7 +5,13 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding
 
-from jaxllm.engine.kv_cache import KVCacheLayout, MemoryBudget, host_memory_bytes, memory_limit_bytes
+from jaxllm.engine.kv_cache import (
+    KV_CACHE_PARTITION,
+    KVCacheLayout,
+    MemoryBudget,
+    host_memory_bytes,
+    memory_limit_bytes,
+)
 from jaxllm.errors import OutOfMemoryError
 from jaxllm.pallas_kernels.ragged_paged_attention import KVCacheSpec, kv_cache_shape
 
@@ -13,7 +19,7 @@ from jaxllm.pallas_kernels.ragged_paged_attention import KVCacheSpec, kv_cache_s
 def layout(dtype="float32", **changes):
     mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     sizes = {"num_layers": 3, "page_size": 8, "num_kv_heads": 2, "head_dim": 16, "implementation": None} | changes
-    return KVCacheLayout(dtype=jnp.dtype(dtype), sharding=NamedSharding(mesh, KVCacheLayout.partition()), **sizes)
+    return KVCacheLayout(dtype=jnp.dtype(dtype), sharding=NamedSharding(mesh, KV_CACHE_PARTITION), **sizes)
 
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("bfloat16", 2)])
