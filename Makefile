@@ -6,7 +6,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PYTHON ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo install dev test lint notebooks bench bench-host bench-peers clean
+.PHONY: help demo install dev libtpu test lint notebooks bench bench-host bench-peers clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
@@ -22,7 +22,9 @@ install: $(VENV)/.installed
 
 dev: $(VENV)/.installed-dev  ## install the tools for development too
 
-test: dev  ## run the tests
+libtpu: .libtpu/.installed  ## the TPU's compiler, to compile for TPUs without one (200 MB to load, 500 MB on disk)
+
+test: dev libtpu  ## run the tests
 	$(BIN)/pytest
 
 lint: dev  ## style, types and who may import whom
@@ -44,7 +46,7 @@ bench-peers:  ## install llama.cpp, vLLM and transformers for comparison (takes 
 	benchmarks/peers/install.sh
 
 clean:  ## remove .venv and caches
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .import_linter_cache
+	rm -rf $(VENV) .libtpu .pytest_cache .ruff_cache .mypy_cache .import_linter_cache
 
 $(BIN)/python:
 	@for python in $(PYTHON) python3.12 python3.13 python3.14 python3; do \
@@ -68,4 +70,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "Installing the tools for development"
 	@$(PIP) install --constraint constraints.txt --editable ".[dev]"
+	@touch $@
+
+# Not in .venv: there, JAX would try to start the TPU that this machine may not have.
+.libtpu/.installed: constraints.txt | $(BIN)/python
+	@echo "Installing libtpu into .libtpu"
+	@$(PIP) install --constraint constraints.txt --no-deps --upgrade --target .libtpu libtpu
 	@touch $@
