@@ -1,0 +1,262 @@
+"""The decode body of the TPU kernel: rows of one token.
+
+All query heads of a KV head are the rows of one product whose other operand is a tile of keys or values. These go
+into the matrix unit as its stationary side, which takes longer than the product itself: the loop does nothing else
+for long, and is bound by the memory on every chip.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jaxllm.pallas_kernels.ragged_paged_attention.tpu_layout import NUM_LANES, NUM_SUBLANES, Layout
+from jaxllm.pallas_kernels.ragged_paged_attention.tpu_pages import (
+    MASKED,
+    Attention,
+    KVBlocks,
+    Ref,
+    dot,
+    put_tokens,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeScratch:
+    """VMEM, but for the semaphores. Leading 2: one for the row at hand, one for the next."""
+
+    q_words: Ref  # uint32 [2, q_stride, 128]
+    q_sems: Ref  # [2]
+    new_words: Ref  # uint32 [2, group * kv_stride, 128]
+    new_sems: Ref  # [2]
+    out_words: Ref  # uint32 [2, q_stride, 128]
+    out_sems: Ref  # [2]
+    written: Ref  # [2, tiles, group, lanes]
+    written_sems: Ref  # [2]
+    q: Ref  # [tile heads, rows, lanes]
+    rows: Ref  # float32 [folds, q_pack * q_words + rows, 128]
+    max: Ref  # float32 [tile heads, rows, 128]
+    total: Ref  # float32 [tile heads, rows, 128], a part of the sum in each lane
+    acc: Ref  # float32 [tile heads, rows, lanes]
+
+
+@dataclasses.dataclass(frozen=True)
+class Decode:
+    """`num_tokens`: tokens of KV that one product takes."""
+
+    layout: Layout
+    attention: Attention
+    num_tokens: int
+    kv_lens: Ref
+    cu_q_lens: Ref
+    q_hbm: Ref
+    kv_new_hbm: Ref
+    sinks: Ref | None
+    out_hbm: Ref
+    blocks: KVBlocks
+    scratch: DecodeScratch
+
+    def run(self, rows: Ref, count: Array) -> None:
+        """Attends for every row of the list."""
+
+        def row(i: Array, row: Array, block: Array) -> Array:
+            return self._row(rows, count, i, row, block)
+
+        self.blocks.table.for_each_row(rows, count, row)
+        for back in (2, 1):
+
+            @pl.when(count >= back)
+            def _(back: int = back) -> None:
+                self._send_out(count - back, 0).wait()
+                self._send_written(count - back, 0, 0).wait()
+
+    def _row(self, rows: Ref, count: Array, i: Array, row: Array, block: Array) -> Array:
+        """Attends for the i-th row, whose first block is on its way and is the block-th of the step."""
+        kv_len = self.kv_lens[row]
+        first, end = self._pages(row)
+        num_blocks = (end - first + self.blocks.num_pages - 1) // self.blocks.num_pages
+
+        @pl.when(i == 0)
+        def _() -> None:
+            self._fetch_token(i, row)
+            self.blocks.start(i, first, end, block % 2)
+
+        @pl.when(i + 1 < count)
+        def _() -> None:
+            self._fetch_token(i + 1, rows[i + 1])
+
+        for copy in self._token_copies(i, row):
+            copy.wait()
+        self._begin(i % 2)
+
+        @pl.loop(0, num_blocks)
+        def _(b: Array) -> None:
+            slot = (block + b) % 2
+            first_page = first + b * self.blocks.num_pages
+
+            @pl.when(b + 1 < num_blocks)
+            def _() -> None:
+                self.blocks.start(i, first_page + self.blocks.num_pages, end, 1 - slot)
+
+            @pl.when((b + 1 == num_blocks) & (i + 1 < count))
+            def _() -> None:
+                next_first, next_end = self._pages(rows[i + 1])
+                self.blocks.start(i + 1, next_first, next_end, 1 - slot)
+
+            self.blocks.wait(first_page, end, slot)
+
+            @pl.when(b + 1 == num_blocks)
+            def _() -> None:
+                self._write(i, kv_len - 1, first_page, slot)
+
+            self._attend_block(kv_len, first_page, slot)
+
+        self._finish(i, row)
+        return block + num_blocks
+
+    def _pages(self, row: Array) -> tuple[Array, Array]:
+        """The pages that a row sees: the first, and the one after the last."""
+        page_size = self.layout.page_size
+        kv_len = self.kv_lens[row]
+        return self.attention.first_visible(kv_len - 1) // page_size, (kv_len + page_size - 1) // page_size
+
+    def _token_copies(self, i: Array, row: Array) -> tuple:
+        """The row's query, and its key and value, which go to where their slot is in a group."""
+        layout, slot = self.layout, i % 2
+        token = self.cu_q_lens[row]
+        place = (self.kv_lens[row] - 1) % layout.group
+        q = self.q_hbm.at[pl.ds(pl.multiple_of(token * layout.q_stride, NUM_SUBLANES), layout.q_stride)]
+        new = self.kv_new_hbm.at[pl.ds(pl.multiple_of(token * layout.kv_stride, NUM_SUBLANES), layout.kv_stride)]
+        new_place = pl.ds(pl.multiple_of(place * layout.kv_stride, NUM_SUBLANES), layout.kv_stride)
+        return (
+            pltpu.make_async_copy(q, self.scratch.q_words.at[slot], self.scratch.q_sems.at[slot]),
+            pltpu.make_async_copy(new, self.scratch.new_words.at[slot, new_place], self.scratch.new_sems.at[slot]),
+        )
+
+    def _fetch_token(self, i: Array, row: Array) -> None:
+        for copy in self._token_copies(i, row):
+            copy.start()
+
+    def _begin(self, slot: Array) -> None:
+        """Lays the query's rows into registers of their tile heads, and starts the running maximum and sum."""
+        layout, scratch = self.layout, self.scratch
+        num_rows = scratch.q.shape[1]
+        dtype = jnp.bfloat16 if layout.q_pack == 2 else jnp.float32
+        for fold in range(layout.folds):
+            words = scratch.q_words[slot, pl.ds(fold * layout.q_words, layout.q_words)]
+            rows = pltpu.bitcast(words, dtype).astype(jnp.float32)
+            scratch.rows[fold, pl.ds(0, layout.q_pack * layout.q_words)] = rows
+        for h in range(layout.num_tile_heads):
+            rows = pl.ds(h * layout.rows_per_token, num_rows)
+            q = jnp.concatenate([scratch.rows[fold, rows] for fold in range(layout.folds)], axis=1)
+            scratch.q[h] = q.astype(layout.dot_dtype)
+        if self.sinks is None:
+            scratch.max[...] = jnp.full_like(scratch.max, MASKED)
+            scratch.total[...] = jnp.zeros_like(scratch.total)
+        else:
+            scratch.max[...] = self.sinks[...]
+            lane = lax.broadcasted_iota(jnp.int32, scratch.total.shape, 2)
+            scratch.total[...] = jnp.where(lane == 0, 1.0, 0.0)
+        scratch.acc[...] = jnp.zeros_like(scratch.acc)
+
+    def _write(self, i: Array, position: Array, first_page: Array, slot: Array) -> None:
+        """Puts the new token into the block at hand, and sends its group of slots to its page."""
+        layout, scratch = self.layout, self.scratch
+        page, place = position // layout.page_size, position % layout.page_size
+        start = pl.multiple_of(place // layout.group * layout.group, layout.group)
+        group = self.blocks.buffer.at[slot, page - first_page, :, pl.ds(start, layout.group)]
+        put_tokens(
+            layout, lambda tile: group.at[tile], scratch.new_words.at[i % 2], 0, place - start, place - start + 1
+        )
+
+        @pl.when(i >= 2)
+        def _() -> None:
+            self._send_written(i, 0, 0).wait()
+
+        scratch.written[i % 2] = group[...]
+        self._send_written(i, self.blocks.table.page(i, page), start).start()
+
+    def _send_written(self, i: Array, page: Array, start: Array) -> Any:
+        group = self.blocks.pages.at[page, :, pl.ds(start, self.layout.group)]
+        return pltpu.make_async_copy(self.scratch.written.at[i % 2], group, self.scratch.written_sems.at[i % 2])
+
+    def _attend_block(self, kv_len: Array, first_page: Array, slot: Array) -> None:
+        """Only tokens at the end, or at the start of a window, need a mask."""
+        page_size = self.layout.page_size
+        position = first_page * page_size
+        num_valid = jnp.minimum(kv_len - position, self.blocks.num_pages * page_size)
+        num_whole = num_valid // self.num_tokens if self.attention.sliding_window is None else 0
+
+        if self.attention.sliding_window is None:
+
+            @pl.loop(0, num_whole)
+            def _(c: Array) -> None:
+                self._attend(slot, c * self.num_tokens, position, kv_len, masked=False)
+
+        @pl.loop(num_whole, (num_valid + self.num_tokens - 1) // self.num_tokens)
+        def _(c: Array) -> None:
+            self._attend(slot, c * self.num_tokens, position, kv_len, masked=True)
+
+    def _attend(self, slot: Array, start: Array, position: Array, kv_len: Array, *, masked: bool) -> None:
+        """All heads over `num_tokens` tokens, from the start-th of a block whose first has `position`.
+
+        The heads' products stand together, so that one is under way while another's result is awaited.
+        """
+        layout, scratch, n = self.layout, self.scratch, self.num_tokens
+        heads = range(layout.num_tile_heads)
+        num_valid = kv_len - position - start if masked else None
+        scores = []
+        for h in heads:
+            keys = self.blocks.tile(slot, h, start, n).astype(layout.dot_dtype)
+            scores.append(dot(scratch.q[h], keys, (1, 1)))
+        visible = None
+        if masked:
+            at = position + start + lax.broadcasted_iota(jnp.int32, scores[0].shape, 1)
+            visible = at < kv_len
+            if self.attention.sliding_window is not None:
+                visible &= at >= self.attention.first_visible(kv_len - 1)
+        weights, decays = [], []
+        for h in heads:
+            logits = self.attention.logits(scores[h])
+            if visible is not None:
+                logits = jnp.where(visible, logits, MASKED)
+            old_max = scratch.max[h]
+            new_max = jnp.maximum(old_max, jnp.max(logits, axis=1, keepdims=True))
+            scratch.max[h] = new_max
+            decay = jnp.exp2(old_max - new_max)
+            weight = jnp.exp2(logits - jnp.concatenate([new_max] * (n // NUM_LANES), axis=1))
+            scratch.total[h] = scratch.total[h] * decay + sum(
+                weight[:, lane : lane + NUM_LANES] for lane in range(0, n, NUM_LANES)
+            )
+            weights.append(weight.astype(layout.dot_dtype))
+            decays.append(decay)
+        for h in heads:
+            values = self.blocks.values(slot, layout.num_tiles - 1 - h, start, n, num_valid)
+            new = dot(weights[h], values, (1, 0))
+            scratch.acc[h] = scratch.acc[h] * jnp.concatenate([decays[h]] * layout.folds, axis=1) + new
+
+    def _finish(self, i: Array, row: Array) -> None:
+        layout, scratch = self.layout, self.scratch
+        for h in range(layout.num_tile_heads):
+            out = scratch.acc[h] / jnp.sum(scratch.total[h], axis=1, keepdims=True)
+            for fold in range(layout.folds):
+                lanes = out[: layout.rows_per_token, fold * NUM_LANES : (fold + 1) * NUM_LANES]
+                scratch.rows[fold, pl.ds(h * layout.rows_per_token, layout.rows_per_token)] = lanes
+
+        @pl.when(i >= 2)
+        def _() -> None:
+            self._send_out(i, 0).wait()
+
+        for fold in range(layout.folds):
+            rows = scratch.rows[fold, pl.ds(0, layout.q_pack * layout.q_words)]
+            rows = rows.astype(jnp.bfloat16) if layout.q_pack == 2 else rows
+            scratch.out_words[i % 2, pl.ds(fold * layout.q_words, layout.q_words)] = pltpu.bitcast(rows, jnp.uint32)
+        self._send_out(i, self.cu_q_lens[row]).start()
+
+    def _send_out(self, i: Array, token: Array | int) -> Any:
+        layout, slot = self.layout, i % 2
+        out = self.out_hbm.at[pl.ds(pl.multiple_of(token * layout.q_stride, NUM_SUBLANES), layout.q_stride)]
+        return pltpu.make_async_copy(self.scratch.out_words.at[slot], out, self.scratch.out_sems.at[slot])

@@ -1,0 +1,192 @@
+"""What both bodies of the TPU kernel do with pages: find them, fetch them in blocks, load tiles, put new tokens in."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jaxllm.pallas_kernels.ragged_paged_attention.tpu_layout import NUM_LANES, NUM_SUBLANES, Layout
+
+LOG2_E = 1.4426950408889634
+MASKED = -1e30  # Finite: what a row that has seen nothing yet adds up, exp2(0), the first real score wipes out.
+
+Ref = Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attention:
+    """What becomes of the scores, and which of them count."""
+
+    sm_scale: float
+    sliding_window: int | None
+    soft_cap: float | None
+
+    def logits(self, scores: Array) -> Array:
+        """The product of queries and keys -> logits of base 2."""
+        if self.soft_cap is None:
+            return scores * (self.sm_scale * LOG2_E)
+        return (self.soft_cap * LOG2_E) * jnp.tanh(scores * (self.sm_scale / self.soft_cap))
+
+    def first_visible(self, position: Array) -> Array:
+        """The first position that the token at `position` sees."""
+        if self.sliding_window is None:
+            return jnp.zeros_like(position)
+        return jnp.maximum(position - (self.sliding_window - 1), 0)
+
+
+def dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
+    """The product of two matrices over one axis of each, in float32."""
+    exact = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    dims = (((contract[0],), (contract[1],)), ((), ()))
+    return lax.dot_general(a, b, dims, precision=exact, preferred_element_type=jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class PageTable:
+    """Rows of the page table, brought to SMEM before their turn: the whole table may be larger than SMEM.
+
+    The i-th row of a list of rows waits in slot i % SLOTS.
+    """
+
+    hbm: Ref  # int32 [S, P / 128, 128]
+    smem: Ref  # int32 [SLOTS, P / 128, 128]
+    sems: Ref  # [SLOTS]
+    SLOTS = 4  # One row in use, one whose first block is being fetched, one on its way; a power of two.
+
+    def _copy(self, i: Array, row: Array) -> Any:
+        slot = i % self.SLOTS
+        return pltpu.make_async_copy(self.hbm.at[row], self.smem.at[slot], self.sems.at[slot])
+
+    def start(self, i: Array, row: Array) -> None:
+        self._copy(i, row).start()
+
+    def wait(self, i: Array) -> None:
+        self._copy(i, 0).wait()
+
+    def page(self, i: Array, p: Array) -> Array:
+        return self.smem[i % self.SLOTS, p // NUM_LANES, p % NUM_LANES]
+
+    def for_each_row(self, rows: Ref, count: Array, body: Callable[[Array, Array, Array], Array]) -> None:
+        """Calls `number = body(i, row, number)` for the rows of a list, with the tables of the i-th and the next at
+        hand. `number`, at first 0, is for the body to count with."""
+
+        @pl.when(count > 0)
+        def _():
+            self.start(0, rows[0])
+            self.wait(0)
+
+        @pl.when(count > 1)
+        def _():
+            self.start(1, rows[1])
+
+        def step(i: Array, number: Array) -> Array:
+            @pl.when(i + 2 < count)
+            def _() -> None:
+                self.start(i + 2, rows[i + 2])
+
+            @pl.when(i + 1 < count)
+            def _() -> None:
+                self.wait(i + 1)
+
+            return body(i, rows[i], number)
+
+        lax.fori_loop(0, count, step, jnp.int32(0))
+
+
+@dataclasses.dataclass(frozen=True)
+class KVBlocks:
+    """Two blocks of pages in VMEM: one is attended to while the other is on its way."""
+
+    layout: Layout
+    table: PageTable
+    pages: Ref  # HBM [pages, tiles, page_size, lanes]
+    buffer: Ref  # VMEM [2, pages of a block, tiles, page_size, lanes]
+    sems: Ref  # [2]
+
+    @property
+    def num_pages(self) -> int:
+        return self.buffer.shape[1]
+
+    def start(self, i: Array, first_page: Array, end_page: Array, slot: Array) -> None:
+        """Begins to fetch a block of the i-th row that starts at its `first_page`; no page from `end_page` on."""
+
+        @pl.loop(0, jnp.minimum(end_page - first_page, self.num_pages))
+        def _(p: Array) -> None:
+            page = self.table.page(i, first_page + p)
+            pltpu.make_async_copy(self.pages.at[page], self.buffer.at[slot, p], self.sems.at[slot]).start()
+
+    def wait(self, first_page: Array, end_page: Array, slot: Array) -> None:
+        block = self.buffer.at[slot, pl.ds(0, jnp.minimum(end_page - first_page, self.num_pages))]
+        pltpu.make_async_copy(block, block, self.sems.at[slot]).wait()
+
+    def tile(self, slot: Array, tile: Array, start: Array, num_tokens: int) -> Array:
+        """[tokens, lanes] of a block, as it is stored. `start` is a multiple of `num_tokens`."""
+        page_size, lanes = self.layout.page_size, self.layout.lanes
+        if num_tokens >= page_size:
+            pages = num_tokens // page_size
+            x = self.buffer[slot, pl.ds(start // page_size, pages), tile]
+            return x.reshape(num_tokens, lanes)
+        within = pl.multiple_of(start % page_size, num_tokens)
+        return self.buffer[slot, start // page_size, tile, pl.ds(within, num_tokens)]
+
+    def values(self, slot: Array, tile: Array, start: Array, num_tokens: int, num_valid: Array | None) -> Array:
+        """A tile with zeros from token `num_valid` on: what is not written may be NaN, and 0 * NaN is not 0."""
+        x = self.tile(slot, tile, start, num_tokens)
+        if num_valid is not None:
+            words = pltpu.bitcast(x, jnp.uint32)
+            slot_of_word = lax.broadcasted_iota(jnp.int32, words.shape, 0) * self.layout.kv_pack
+            x = pltpu.bitcast(words & _slots_between(-slot_of_word, num_valid - slot_of_word, self.layout), x.dtype)
+        return x.astype(self.layout.dot_dtype)
+
+
+def put_tokens(
+    layout: Layout, group: Callable[[int], Ref], words: Ref, first_row: Array | int, start: Array, end: Array
+) -> None:
+    """Puts new tokens into one group of slots of every tile, and leaves the slots outside `start : end` as they are.
+
+    Args:
+      group: group(tile) is a reference to [group, lanes] in VMEM.
+      words: uint32 [..., 128] in VMEM, new keys and values as `Layout.kv_words_of` makes them.
+      first_row: row of `words` where the token of the group's first slot begins.
+    """
+    pack, bits = layout.kv_pack, 32 // layout.kv_pack
+    slot_of_word = lax.broadcasted_iota(jnp.int32, (NUM_SUBLANES, NUM_LANES), 0) * pack
+    mask = _slots_between(start - slot_of_word, end - slot_of_word, layout)
+    for fold in range(layout.folds):
+        for row in range(layout.kv_words):
+            # The words of `pack` tiles, for the tokens of every pack-th slot.
+            tokens = [
+                words[pl.ds(first_row + part * layout.kv_stride + fold * layout.kv_words + row, NUM_SUBLANES, stride)]
+                for part, stride in ((part, pack * layout.kv_stride) for part in range(pack))
+            ]
+            for tile in range(row * pack, min((row + 1) * pack, layout.num_tiles)):
+                new = _pick(tokens, bits, tile % pack)
+                lanes = pl.ds(fold * NUM_LANES, NUM_LANES)
+                ref = group(tile)
+                old = pltpu.bitcast(ref[:, lanes], jnp.uint32)
+                ref[:, lanes] = pltpu.bitcast((old & ~mask) | (new & mask), layout.kv_dtype)
+
+
+def _pick(tokens: list[Array], bits: int, part: int) -> Array:
+    """The `part`-th field of each token's word, next to each other: a word of `len(tokens)` slots of one tile."""
+    if len(tokens) == 1:
+        return tokens[0]
+    field = jnp.uint32((1 << bits) - 1)
+    word = jnp.zeros_like(tokens[0])
+    for slot, token in enumerate(tokens):
+        word |= ((token >> (bits * part)) & field) << (bits * slot)
+    return word
+
+
+def _slots_between(start: Array, end: Array, layout: Layout) -> Array:
+    """Words whose slots `start : end`, counted from the word's first and perhaps outside of it, have all bits set."""
+    bits = 32 // layout.kv_pack
+    mask = jnp.zeros(end.shape, jnp.uint32)
+    for slot in range(layout.kv_pack):
+        field = jnp.uint32(((1 << bits) - 1) << (bits * slot))
+        mask |= jnp.where((start <= slot) & (slot < end), field, jnp.uint32(0))
+    return mask
