@@ -1,6 +1,7 @@
 """Ragged paged attention for TPUs, in Pallas: one kernel for every mix of rows. `docs/kernels.md` tells how it works."""
 
-import functools
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,6 +12,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxllm.pallas_kernels.ragged_paged_attention import tpu_blocks
 from jaxllm.pallas_kernels.ragged_paged_attention.pages import to_cache_dtype
+from jaxllm.pallas_kernels.ragged_paged_attention.tpu_blocks import Blocks
+from jaxllm.pallas_kernels.ragged_paged_attention.tpu_chunks import Chunks, ChunkScratch
 from jaxllm.pallas_kernels.ragged_paged_attention.tpu_decode import Decode, DecodeScratch
 from jaxllm.pallas_kernels.ragged_paged_attention.tpu_layout import NUM_LANES, NUM_SUBLANES, Layout, round_up
 from jaxllm.pallas_kernels.ragged_paged_attention.tpu_pages import LOG2_E, Attention, KVBlocks, PageTable
@@ -60,58 +63,118 @@ def ragged_paged_attention(
         kv_dtype=kv_pages.dtype,
     )
     attention = Attention(sm_scale=sm_scale, sliding_window=sliding_window, soft_cap=soft_cap)
+    blocks = tpu_blocks.choose(layout)
+    q_padding, new_padding = (0, 0) if decode_only else (blocks.chunk_queries, layout.page_size)
+
+    if k_scale_K is not None:
+        q_TNH = (q_TNH * jnp.repeat(k_scale_K, N // K)[:, None]).astype(q_TNH.dtype)
+    q = jnp.pad(layout.q_words_of(q_TNH), ((0, q_padding), (0, 0), (0, 0)))
     tiles = layout.tiles(
         to_cache_dtype(k_TKH, k_scale_K, kv_pages.dtype), to_cache_dtype(v_TKH, v_scale_K, kv_pages.dtype)
     )
-    if k_scale_K is not None:
-        q_TNH = (q_TNH * jnp.repeat(k_scale_K, N // K)[:, None]).astype(q_TNH.dtype)
-    q = layout.q_words_of(q_TNH).reshape(-1, NUM_LANES)
-    kv_new = layout.kv_words_of(tiles).reshape(-1, NUM_LANES)
+    kv_new = jnp.pad(layout.kv_words_of(tiles), ((new_padding, new_padding), (0, 0), (0, 0)))
     table = jnp.pad(page_table_SP, ((0, 0), (0, -P % NUM_LANES))).reshape(S, -1, NUM_LANES)
-    is_row = (jnp.arange(S) < num_seqs[0]) & (kv_lens_S > 0)
-    rows = jnp.nonzero(is_row, size=S, fill_value=0)[0].astype(jnp.int32)
-    count = jnp.sum(is_row, dtype=jnp.int32)[None]
-    blocks = tpu_blocks.choose(layout)
-    B, C = blocks.decode_fetch // layout.page_size, blocks.decode_tokens
-    rows8 = round_up(layout.rows_per_token, 8)
+    sinks = None
+    if sinks_N is not None:
+        sinks = layout.sinks_of(sinks_N, round_up(layout.rows_per_token, NUM_SUBLANES)) * LOG2_E
 
-    sinks = jnp.full((layout.num_tile_heads, rows8, NUM_LANES), 0.0, jnp.float32)
-    has_sinks = sinks_N is not None
-    if has_sinks:
-        sinks = layout.sinks_of(sinks_N, rows8) * LOG2_E
+    is_real_S = (jnp.arange(S) < num_seqs[0]) & (kv_lens_S > 0)
+    q_lens_S = jnp.where(is_real_S, cu_q_lens[1:] - cu_q_lens[:-1], 0)
+    row_lists = _list_rows(q_lens_S == 1) + (() if decode_only else _list_rows(q_lens_S > 1))
 
-    def kernel(kv_lens, cu_q, rows, count, table, q, kv_new, sinks, pages_in, out, pages, tbl_s, tbl_sem, kv, kv_sem, *scr):
-        t = PageTable(table, tbl_s, tbl_sem)
-        Decode(layout, attention, C, kv_lens, cu_q, q, kv_new, sinks if has_sinks else None, out,
-               KVBlocks(layout, t, pages, kv, kv_sem), DecodeScratch(*scr)).run(rows, count[0])
+    kernel = _kernel(layout, attention, blocks, has_sinks=sinks is not None, decode_only=decode_only)
+    words, kv_pages = kernel(
+        kv_lens_S, cu_q_lens, *row_lists, table, q.reshape(-1, NUM_LANES), kv_new.reshape(-1, NUM_LANES), sinks, kv_pages
+    )
 
-    dma = pltpu.SemaphoreType.DMA
-    Kt = layout.num_tile_heads
-    scratch = [
-        pltpu.SMEM((PageTable.SLOTS, table.shape[1], NUM_LANES), jnp.int32), dma((PageTable.SLOTS,)),
-        pltpu.VMEM((2, B, *layout.page_shape), layout.kv_dtype), dma((2,)),
-        pltpu.VMEM((2, layout.q_stride, NUM_LANES), jnp.uint32), dma((2,)),
-        pltpu.VMEM((2, layout.group * layout.kv_stride, NUM_LANES), jnp.uint32), dma((2,)),
-        pltpu.VMEM((2, layout.q_stride, NUM_LANES), jnp.uint32), dma((2,)),
-        pltpu.VMEM((2, layout.num_tiles, layout.group, layout.lanes), layout.kv_dtype), dma((2,)),
-        pltpu.VMEM((Kt, rows8, layout.lanes), layout.dot_dtype),
-        pltpu.VMEM((layout.folds, layout.q_pack * layout.q_words + rows8, NUM_LANES), jnp.float32),
-        pltpu.VMEM((Kt, rows8, NUM_LANES), jnp.float32),
-        pltpu.VMEM((Kt, rows8, NUM_LANES), jnp.float32),
-        pltpu.VMEM((Kt, rows8, layout.lanes), jnp.float32),
-    ]
-    any_ = pl.BlockSpec(memory_space=pl.ANY)
-    out, kv_pages = pl.pallas_call(
-        kernel,
-        out_shape=(jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype)),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4, grid=(1,), in_specs=[any_] * 3 + [pl.BlockSpec(memory_space=pltpu.VMEM), any_], out_specs=(any_, any_), scratch_shapes=scratch,
-        ),
-        input_output_aliases={8: 1},
-        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=64 << 20, disable_bounds_checks=True),
-    )(kv_lens_S, cu_q_lens, rows, count, table, q, kv_new, sinks, kv_pages)
-    out_TNH = layout.out_of_words(out.reshape(T, -1, NUM_LANES))
+    out_TNH = layout.out_of_words(words.reshape(-1, layout.q_stride, NUM_LANES))[:T]
     if v_scale_K is not None:
         out_TNH = (out_TNH * jnp.repeat(v_scale_K, N // K)[:, None]).astype(out_TNH.dtype)
     is_real_T = jnp.arange(T) < cu_q_lens[num_seqs[0]]
     return jnp.where(is_real_T[:, None, None], out_TNH, 0), kv_pages
+
+
+def _list_rows(is_listed_S: Array) -> tuple[Array, Array]:
+    """The numbers of some rows, int32 [S], and how many they are, int32 [1]."""
+    rows = jnp.nonzero(is_listed_S, size=is_listed_S.shape[0], fill_value=0)[0]
+    return rows.astype(jnp.int32), jnp.sum(is_listed_S, dtype=jnp.int32)[None]
+
+
+def _kernel(layout: Layout, attention: Attention, blocks: Blocks, *, has_sinks: bool, decode_only: bool) -> Callable:
+    """The Pallas call, made for its arguments' shapes when called."""
+
+    def body(*refs: Any) -> None:
+        refs = iter(refs)
+        kv_lens, cu_q_lens, decodes, num_decodes = (next(refs) for _ in range(4))
+        chunks, num_chunks = (None, None) if decode_only else (next(refs), next(refs))
+        table, q, kv_new = (next(refs) for _ in range(3))
+        sinks = next(refs) if has_sinks else None
+        _, out, pages = (next(refs) for _ in range(3))  # The pages come in where they go out.
+        page_table = PageTable(table, next(refs), next(refs))
+
+        def kv_blocks() -> KVBlocks:
+            return KVBlocks(layout, page_table, pages, next(refs), next(refs))
+
+        decode = Decode(
+            layout=layout,
+            attention=attention,
+            num_tokens=blocks.decode_tokens,
+            kv_lens=kv_lens,
+            cu_q_lens=cu_q_lens,
+            q_hbm=q,
+            kv_new_hbm=kv_new,
+            new_padding=0 if decode_only else layout.page_size,
+            sinks=sinks,
+            out_hbm=out,
+            blocks=kv_blocks(),
+            scratch=DecodeScratch(*(next(refs) for _ in dataclasses.fields(DecodeScratch))),
+        )
+        if decode_only:
+            decode.run(decodes, num_decodes[0])
+            return
+        chunk = Chunks(
+            layout=layout,
+            attention=attention,
+            num_queries=blocks.chunk_queries,
+            num_tokens=blocks.chunk_tokens,
+            kv_lens=kv_lens,
+            cu_q_lens=cu_q_lens,
+            q_hbm=q,
+            kv_new_hbm=kv_new,
+            sinks=sinks,
+            out_hbm=out,
+            blocks=kv_blocks(),
+            scratch=ChunkScratch(*(next(refs) for _ in dataclasses.fields(ChunkScratch))),
+        )
+        chunk.write(chunks, num_chunks[0])
+        decode.run(decodes, num_decodes[0])
+        chunk.attend(chunks, num_chunks[0])
+
+    def call(*args: Any) -> tuple[Array, Array]:
+        *scalars, table, q, kv_new, sinks, pages = args
+        arrays = [table, q, kv_new, *([sinks] if has_sinks else []), pages]
+        in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+        scratch = [
+            pltpu.SMEM((PageTable.SLOTS, *table.shape[1:]), jnp.int32),
+            pltpu.SemaphoreType.DMA((PageTable.SLOTS,)),
+            *KVBlocks.scratch(layout, blocks.decode_fetch),
+            *DecodeScratch.shapes(layout),
+        ]
+        if not decode_only:
+            scratch += [*KVBlocks.scratch(layout, blocks.chunk_fetch), *ChunkScratch.shapes(layout, blocks.chunk_queries)]
+        return pl.pallas_call(
+            body,
+            out_shape=(jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(pages.shape, pages.dtype)),
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=len(scalars),
+                grid=(1,),
+                in_specs=[pl.BlockSpec(memory_space=pltpu.VMEM) if x is sinks else in_hbm for x in arrays],
+                out_specs=(in_hbm, in_hbm),
+                scratch_shapes=scratch,
+            ),
+            input_output_aliases={len(scalars) + len(arrays) - 1: 1},
+            compiler_params=pltpu.CompilerParams(vmem_limit_bytes=64 << 20, disable_bounds_checks=True),
+            name="ragged_paged_attention_decode" if decode_only else "ragged_paged_attention",
+        )(*scalars, *arrays)
+
+    return call

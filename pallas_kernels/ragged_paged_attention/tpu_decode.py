@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxllm.pallas_kernels.ragged_paged_attention.tpu_layout import NUM_LANES, NUM_SUBLANES, Layout
+from jaxllm.pallas_kernels.ragged_paged_attention.tpu_layout import NUM_LANES, NUM_SUBLANES, Layout, round_up
 from jaxllm.pallas_kernels.ragged_paged_attention.tpu_pages import (
     MASKED,
     Attention,
@@ -42,6 +42,24 @@ class DecodeScratch:
     total: Ref  # float32 [tile heads, rows, 128], a part of the sum in each lane
     acc: Ref  # float32 [tile heads, rows, lanes]
 
+    @staticmethod
+    def shapes(layout: Layout) -> list:
+        num_rows = round_up(layout.rows_per_token, NUM_SUBLANES)
+        heads, sems = layout.num_tile_heads, pltpu.SemaphoreType.DMA((2,))
+        one_token = pltpu.VMEM((2, layout.q_stride, NUM_LANES), jnp.uint32)
+        running = pltpu.VMEM((heads, num_rows, NUM_LANES), jnp.float32)
+        return [
+            *(one_token, sems),
+            *(pltpu.VMEM((2, layout.group * layout.kv_stride, NUM_LANES), jnp.uint32), sems),
+            *(one_token, sems),
+            *(pltpu.VMEM((2, layout.num_tiles, layout.group, layout.lanes), layout.kv_dtype), sems),
+            pltpu.VMEM((heads, num_rows, layout.lanes), layout.dot_dtype),
+            pltpu.VMEM((layout.folds, layout.q_pack * layout.q_words + num_rows, NUM_LANES), jnp.float32),
+            running,
+            running,
+            pltpu.VMEM((heads, num_rows, layout.lanes), jnp.float32),
+        ]
+
 
 @dataclasses.dataclass(frozen=True)
 class Decode:
@@ -54,6 +72,7 @@ class Decode:
     cu_q_lens: Ref
     q_hbm: Ref
     kv_new_hbm: Ref
+    new_padding: int  # Tokens of padding at its beginning.
     sinks: Ref | None
     out_hbm: Ref
     blocks: KVBlocks
@@ -65,7 +84,7 @@ class Decode:
         def row(i: Array, row: Array, block: Array) -> Array:
             return self._row(rows, count, i, row, block)
 
-        self.blocks.table.for_each_row(rows, count, row)
+        self.blocks.table.for_each_row(rows, count, row, jnp.int32(0))
         for back in (2, 1):
 
             @pl.when(count >= back)
@@ -129,7 +148,8 @@ class Decode:
         token = self.cu_q_lens[row]
         place = (self.kv_lens[row] - 1) % layout.group
         q = self.q_hbm.at[pl.ds(pl.multiple_of(token * layout.q_stride, NUM_SUBLANES), layout.q_stride)]
-        new = self.kv_new_hbm.at[pl.ds(pl.multiple_of(token * layout.kv_stride, NUM_SUBLANES), layout.kv_stride)]
+        new_row = pl.multiple_of((self.new_padding + token) * layout.kv_stride, NUM_SUBLANES)
+        new = self.kv_new_hbm.at[pl.ds(new_row, layout.kv_stride)]
         new_place = pl.ds(pl.multiple_of(place * layout.kv_stride, NUM_SUBLANES), layout.kv_stride)
         return (
             pltpu.make_async_copy(q, self.scratch.q_words.at[slot], self.scratch.q_sems.at[slot]),

@@ -70,9 +70,8 @@ class PageTable:
     def page(self, i: Array, p: Array) -> Array:
         return self.smem[i % self.SLOTS, p // NUM_LANES, p % NUM_LANES]
 
-    def for_each_row(self, rows: Ref, count: Array, body: Callable[[Array, Array, Array], Array]) -> None:
-        """Calls `number = body(i, row, number)` for the rows of a list, with the tables of the i-th and the next at
-        hand. `number`, at first 0, is for the body to count with."""
+    def for_each_row(self, rows: Ref, count: Array, body: Callable[[Array, Array, Any], Any], carry: Any) -> None:
+        """Calls `carry = body(i, row, carry)` for the rows of a list, with the tables of the i-th and the next there."""
 
         @pl.when(count > 0)
         def _():
@@ -83,7 +82,7 @@ class PageTable:
         def _():
             self.start(1, rows[1])
 
-        def step(i: Array, number: Array) -> Array:
+        def step(i: Array, carry: Any) -> Any:
             @pl.when(i + 2 < count)
             def _() -> None:
                 self.start(i + 2, rows[i + 2])
@@ -92,9 +91,9 @@ class PageTable:
             def _() -> None:
                 self.wait(i + 1)
 
-            return body(i, rows[i], number)
+            return body(i, rows[i], carry)
 
-        lax.fori_loop(0, count, step, jnp.int32(0))
+        lax.fori_loop(0, count, step, carry)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +105,11 @@ class KVBlocks:
     pages: Ref  # HBM [pages, tiles, page_size, lanes]
     buffer: Ref  # VMEM [2, pages of a block, tiles, page_size, lanes]
     sems: Ref  # [2]
+
+    @staticmethod
+    def scratch(layout: Layout, num_tokens: int) -> list:
+        buffer = pltpu.VMEM((2, num_tokens // layout.page_size, *layout.page_shape), layout.kv_dtype)
+        return [buffer, pltpu.SemaphoreType.DMA((2,))]
 
     @property
     def num_pages(self) -> int:

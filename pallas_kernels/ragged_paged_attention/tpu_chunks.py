@@ -1,0 +1,405 @@
+"""The chunk body of the TPU kernel: rows of several tokens.
+
+First all their new keys and values go into their pages, so that attention finds every token in its page and the
+tokens of this step are no special case. Then tiles of queries attend to blocks of pages, up to their diagonal.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jaxllm.pallas_kernels.ragged_paged_attention.tpu_layout import NUM_LANES, NUM_SUBLANES, Layout
+from jaxllm.pallas_kernels.ragged_paged_attention.tpu_pages import (
+    MASKED,
+    Attention,
+    KVBlocks,
+    Ref,
+    dot,
+    put_tokens,
+)
+
+WRITE_SLOTS = 3  # Pages that are being written: one on its way here, one at hand, one on its way back.
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkScratch:
+    """VMEM, but for the semaphores and the counts, which are in SMEM."""
+
+    new_words: Ref  # uint32 [WRITE_SLOTS, page_size * kv_stride, 128]
+    new_sems: Ref  # [WRITE_SLOTS]
+    page: Ref  # [WRITE_SLOTS, tiles, page_size, lanes]
+    page_sems: Ref  # [WRITE_SLOTS]
+    written_sems: Ref  # [WRITE_SLOTS]
+    num_written: Ref  # int32 [WRITE_SLOTS], slots of the page on their way back
+    q_words: Ref  # uint32 [2, queries * q_stride, 128]
+    q_sems: Ref  # [2]
+    out_words: Ref  # uint32 [2, queries * q_stride, 128]
+    out_sems: Ref  # [2]
+    num_out: Ref  # int32 [2], tokens of the output on their way
+    q: Ref  # [tile heads, rows, lanes]
+    max: Ref  # float32 [tile heads, rows, 128]
+    total: Ref  # float32 [tile heads, rows, 128], a part of the sum in each lane
+    acc: Ref  # float32 [tile heads, rows, lanes]
+
+    @staticmethod
+    def shapes(layout: Layout, num_queries: int) -> list:
+        heads, num_rows = layout.num_tile_heads, num_queries * layout.rows_per_token
+        write_sems, sems = pltpu.SemaphoreType.DMA((WRITE_SLOTS,)), pltpu.SemaphoreType.DMA((2,))
+        words = pltpu.VMEM((2, num_queries * layout.q_stride, NUM_LANES), jnp.uint32)
+        running = pltpu.VMEM((heads, num_rows, NUM_LANES), jnp.float32)
+        return [
+            *(pltpu.VMEM((WRITE_SLOTS, layout.page_size * layout.kv_stride, NUM_LANES), jnp.uint32), write_sems),
+            *(pltpu.VMEM((WRITE_SLOTS, *layout.page_shape), layout.kv_dtype), write_sems, write_sems),
+            pltpu.SMEM((WRITE_SLOTS,), jnp.int32),
+            *(words, sems),
+            *(words, sems),
+            pltpu.SMEM((2,), jnp.int32),
+            pltpu.VMEM((heads, num_rows, layout.lanes), layout.dot_dtype),
+            running,
+            running,
+            pltpu.VMEM((heads, num_rows, layout.lanes), jnp.float32),
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunks:
+    """`num_queries`: tokens of a tile of queries; `num_tokens`: tokens of KV that one product takes."""
+
+    layout: Layout
+    attention: Attention
+    num_queries: int
+    num_tokens: int
+    kv_lens: Ref
+    cu_q_lens: Ref
+    q_hbm: Ref  # Followed by `num_queries` tokens of padding.
+    kv_new_hbm: Ref  # With a page of padding before and after.
+    sinks: Ref | None
+    out_hbm: Ref
+    blocks: KVBlocks
+    scratch: ChunkScratch
+
+    # Writing.
+
+    def write(self, rows: Ref, count: Array) -> None:
+        """Puts the new tokens of every row of the list into their pages."""
+        scratch = self.scratch
+        for slot in range(WRITE_SLOTS):
+            scratch.num_written[slot] = 0
+
+        def row(i: Array, row: Array, number: Array) -> Array:
+            return self._write_row(rows, count, i, row, number)
+
+        self.blocks.table.for_each_row(rows, count, row, jnp.int32(0))
+        for slot in range(WRITE_SLOTS):
+            self._wait_written(slot)
+
+    def _write_row(self, rows: Ref, count: Array, i: Array, row: Array, number: Array) -> Array:
+        page_size = self.layout.page_size
+        start, end = self._new_positions(row)
+        first, last = start // page_size, (end - 1) // page_size
+
+        @pl.when(i == 0)
+        def _() -> None:
+            self._start_page(i, row, first, number % WRITE_SLOTS)
+
+        @pl.loop(first, last + 1)
+        def _(p: Array) -> None:
+            this = number + p - first
+            slot, next_slot = this % WRITE_SLOTS, (this + 1) % WRITE_SLOTS
+            self._wait_written(next_slot)
+
+            @pl.when(p < last)
+            def _() -> None:
+                self._start_page(i, row, p + 1, next_slot)
+
+            @pl.when((p == last) & (i + 1 < count))
+            def _() -> None:
+                next_row = rows[i + 1]
+                self._start_page(i + 1, next_row, self._new_positions(next_row)[0] // page_size, next_slot)
+
+            self._write_page(i, row, p, slot)
+
+        return number + last + 1 - first
+
+    def _new_positions(self, row: Array) -> tuple[Array, Array]:
+        """The positions `start : end` of a row's new tokens."""
+        end = self.kv_lens[row]
+        return end - (self.cu_q_lens[row + 1] - self.cu_q_lens[row]), end
+
+    def _page_slots(self, row: Array, p: Array) -> tuple[Array, Array, Array, Array]:
+        """The slots `start : end` of a page that get new tokens, and the whole groups `low : high` that hold them."""
+        page_size, group = self.layout.page_size, self.layout.group
+        start, end = self._new_positions(row)
+        start = jnp.maximum(start - p * page_size, 0)
+        end = jnp.minimum(end - p * page_size, page_size)
+        return start, end, start // group * group, (end + group - 1) // group * group
+
+    def _page_copies(self, i: Array, row: Array, p: Array, slot: Array) -> tuple[Any, Any]:
+        """The new tokens of a page's slots, and what the page holds around them."""
+        layout, scratch = self.layout, self.scratch
+        start, _, low, high = self._page_slots(row, p)
+        # The token of the page's slot 0, were it new; a page of padding comes before token 0.
+        token = self.cu_q_lens[row] + p * layout.page_size - self._new_positions(row)[0] + layout.page_size
+        words = pl.ds(pl.multiple_of(token * layout.kv_stride, NUM_SUBLANES), layout.page_size * layout.kv_stride)
+        slots = pl.ds(pl.multiple_of(low, layout.group), pl.multiple_of(high - low, layout.group))
+        page = self.blocks.pages.at[self.blocks.table.page(i, p), :, slots]
+        return (
+            pltpu.make_async_copy(self.kv_new_hbm.at[words], scratch.new_words.at[slot], scratch.new_sems.at[slot]),
+            pltpu.make_async_copy(page, scratch.page.at[slot, :, slots], scratch.page_sems.at[slot]),
+        )
+
+    def _is_partial(self, row: Array, p: Array) -> Array:
+        start, end, low, high = self._page_slots(row, p)
+        return (start > low) | (end < high)
+
+    def _start_page(self, i: Array, row: Array, p: Array, slot: Array) -> None:
+        new, old = self._page_copies(i, row, p, slot)
+        new.start()
+
+        @pl.when(self._is_partial(row, p))
+        def _() -> None:
+            old.start()
+
+    def _write_page(self, i: Array, row: Array, p: Array, slot: Array) -> None:
+        layout, scratch = self.layout, self.scratch
+        new, old = self._page_copies(i, row, p, slot)
+        new.wait()
+
+        @pl.when(self._is_partial(row, p))
+        def _() -> None:
+            old.wait()
+
+        start, end, low, high = self._page_slots(row, p)
+
+        @pl.loop(low // layout.group, high // layout.group)
+        def _(g: Array) -> None:
+            first = pl.multiple_of(g * layout.group, layout.group)
+            group = scratch.page.at[slot, :, pl.ds(first, layout.group)]
+            put_tokens(
+                layout,
+                lambda tile: group.at[tile],
+                scratch.new_words.at[slot],
+                first * layout.kv_stride,
+                start - first,
+                end - first,
+            )
+
+        scratch.num_written[slot] = high - low
+        slots = pl.ds(pl.multiple_of(low, layout.group), pl.multiple_of(high - low, layout.group))
+        page = self.blocks.pages.at[self.blocks.table.page(i, p), :, slots]
+        pltpu.make_async_copy(scratch.page.at[slot, :, slots], page, scratch.written_sems.at[slot]).start()
+
+    def _wait_written(self, slot: Array | int) -> None:
+        scratch = self.scratch
+        num_slots = scratch.num_written[slot]
+
+        @pl.when(num_slots > 0)
+        def _() -> None:
+            slots = scratch.page.at[slot, :, pl.ds(0, pl.multiple_of(num_slots, self.layout.group))]
+            pltpu.make_async_copy(slots, slots, scratch.written_sems.at[slot]).wait()
+            scratch.num_written[slot] = 0
+
+    # Attending.
+
+    def attend(self, rows: Ref, count: Array) -> None:
+        """Attends for every row of the list, whose keys and values are all in their pages."""
+        scratch = self.scratch
+        for slot in range(2):
+            scratch.num_out[slot] = 0
+
+        def row(i: Array, row: Array, numbers: tuple[Array, Array]) -> tuple[Array, Array]:
+            @pl.when(i == 0)
+            def _() -> None:
+                self._copy_q(row, 0, 0).start()
+                first, end = self._pages(row, 0)
+                self.blocks.start(0, first, end, 0)
+
+            def tile(t: Array, numbers: tuple[Array, Array]) -> tuple[Array, Array]:
+                return self._attend_tile(rows, count, i, row, t, *numbers)
+
+            return lax.fori_loop(0, self._num_tiles(row), tile, numbers)
+
+        self.blocks.table.for_each_row(rows, count, row, (jnp.int32(0), jnp.int32(0)))
+        for slot in range(2):
+            self._wait_out(slot)
+
+    def _num_tiles(self, row: Array) -> Array:
+        return (self.cu_q_lens[row + 1] - self.cu_q_lens[row] + self.num_queries - 1) // self.num_queries
+
+    def _pages(self, row: Array, t: Array | int) -> tuple[Array, Array]:
+        """The pages that a tile sees: the first, and the one after the last."""
+        start, end = self._new_positions(row)
+        start += t * self.num_queries
+        last = jnp.minimum(start + self.num_queries, end) - 1
+        return self.attention.first_visible(start) // self.layout.page_size, last // self.layout.page_size + 1
+
+    def _copy_q(self, row: Array, t: Array | int, slot: Array | int) -> Any:
+        layout = self.layout
+        token = self.cu_q_lens[row] + t * self.num_queries
+        rows = pl.ds(pl.multiple_of(token * layout.q_stride, NUM_SUBLANES), self.num_queries * layout.q_stride)
+        return pltpu.make_async_copy(
+            self.q_hbm.at[rows], self.scratch.q_words.at[slot], self.scratch.q_sems.at[slot]
+        )
+
+    def _attend_tile(
+        self, rows: Ref, count: Array, i: Array, row: Array, t: Array, tile: Array, block: Array
+    ) -> tuple[Array, Array]:
+        """The t-th tile of the i-th row: the tile-th of the step, and its first block is the block-th."""
+        first, end = self._pages(row, t)
+        num_blocks = (end - first + self.blocks.num_pages - 1) // self.blocks.num_pages
+        is_last_tile = t + 1 == self._num_tiles(row)
+        has_next = ~is_last_tile | (i + 1 < count)
+        next_i = jnp.where(is_last_tile, i + 1, i)
+        next_row = jnp.where(has_next, rows[jnp.minimum(next_i, count - 1)], row)
+        next_t = jnp.where(is_last_tile, 0, t + 1)
+
+        @pl.when(has_next)
+        def _() -> None:
+            self._copy_q(next_row, next_t, 1 - tile % 2).start()
+
+        self._copy_q(row, t, tile % 2).wait()
+        self._begin(tile % 2)
+
+        @pl.loop(0, num_blocks)
+        def _(b: Array) -> None:
+            slot = (block + b) % 2
+            first_page = first + b * self.blocks.num_pages
+
+            @pl.when(b + 1 < num_blocks)
+            def _() -> None:
+                self.blocks.start(i, first_page + self.blocks.num_pages, end, 1 - slot)
+
+            @pl.when((b + 1 == num_blocks) & has_next)
+            def _() -> None:
+                self.blocks.start(next_i, *self._pages(next_row, next_t), 1 - slot)
+
+            self.blocks.wait(first_page, end, slot)
+            self._attend_block(row, t, first_page, slot)
+
+        self._finish(row, t, tile % 2)
+        return tile + 1, block + num_blocks
+
+    def _begin(self, slot: Array) -> None:
+        """Lays a tile's queries by head, and starts the running maximum and sum."""
+        layout, scratch = self.layout, self.scratch
+        dtype = jnp.bfloat16 if layout.q_pack == 2 else jnp.float32
+        num_rows = self.num_queries * layout.q_pack
+        for h in range(layout.num_tile_heads):
+            for j in range(layout.words_per_tile_head):
+                rows = jnp.concatenate(
+                    [pltpu.bitcast(scratch.q_words[slot, self._words(h, j, f)], dtype) for f in range(layout.folds)],
+                    axis=1,
+                )
+                scratch.q[h, pl.ds(j * num_rows, num_rows)] = rows.astype(layout.dot_dtype)
+        scratch.acc[...] = jnp.zeros_like(scratch.acc)
+        if self.sinks is None:
+            scratch.max[...] = jnp.full_like(scratch.max, MASKED)
+            scratch.total[...] = jnp.zeros_like(scratch.total)
+            return
+        lane = lax.broadcasted_iota(jnp.int32, scratch.total.shape, 2)
+        scratch.total[...] = jnp.where(lane == 0, 1.0, 0.0)
+        is_low = lax.broadcasted_iota(jnp.int32, (num_rows, NUM_LANES), 0) % layout.q_pack == 0
+        for h in range(layout.num_tile_heads):
+            for j in range(layout.words_per_tile_head):
+                low, high = (self.sinks[h, pl.ds(j * layout.q_pack + part, 1)] for part in (0, layout.q_pack - 1))
+                scratch.max[h, pl.ds(j * num_rows, num_rows)] = jnp.where(is_low, low, high)
+
+    def _words(self, h: int, j: int, fold: int) -> Any:
+        """Where the words of a head's j-th rows are, for all tokens of a tile."""
+        layout = self.layout
+        first = fold * layout.q_words + h * layout.words_per_tile_head + j
+        return pl.ds(first, self.num_queries, stride=layout.q_stride)
+
+    def _attend_block(self, row: Array, t: Array, first_page: Array, slot: Array) -> None:
+        """Only the diagonal, and the start of a window, need a mask."""
+        n = self.num_tokens
+        start, end = self._new_positions(row)
+        query = start + t * self.num_queries
+        position = first_page * self.layout.page_size
+        end = jnp.minimum(end, query + self.num_queries)
+        num_tokens = jnp.minimum(end - position, self.blocks.num_pages * self.layout.page_size)
+
+        @pl.loop(0, (num_tokens + n - 1) // n)
+        def _(c: Array) -> None:
+            key = position + c * n
+            whole = key + n - 1 <= query
+            if self.attention.sliding_window is not None:
+                whole &= self.attention.first_visible(query + self.num_queries - 1) <= key
+
+            @pl.when(whole)
+            def _() -> None:
+                self._attend(slot, c * n, query, key, end, masked=False)
+
+            @pl.when(~whole)
+            def _() -> None:
+                self._attend(slot, c * n, query, key, end, masked=True)
+
+    def _attend(self, slot: Array, start: Array, query: Array, key: Array, end: Array, *, masked: bool) -> None:
+        """All heads over `num_tokens` tokens, from the start-th of a block. `query` and `key` are the positions of the
+        first of each, `end` that after the last token that is written."""
+        layout, scratch, n = self.layout, self.scratch, self.num_tokens
+        num_rows = self.num_queries * layout.q_pack
+        visible = None
+        if masked:
+            at = query + lax.broadcasted_iota(jnp.int32, (num_rows, n), 0) // layout.q_pack
+            seen = key + lax.broadcasted_iota(jnp.int32, (num_rows, n), 1)
+            visible = seen <= at
+            if self.attention.sliding_window is not None:
+                visible &= seen > at - self.attention.sliding_window
+
+        @pl.loop(0, layout.num_tile_heads)
+        def _(h: Array) -> None:
+            keys = self.blocks.tile(slot, h, start, n).astype(layout.dot_dtype)
+            values = self.blocks.values(slot, layout.num_tiles - 1 - h, start, n, end - key if masked else None)
+            for j in range(layout.words_per_tile_head):
+                rows = pl.ds(j * num_rows, num_rows)
+                logits = self.attention.logits(dot(scratch.q[h, rows], keys, (1, 1)))
+                if visible is not None:
+                    logits = jnp.where(visible, logits, MASKED)
+                old_max = scratch.max[h, rows]
+                new_max = jnp.maximum(old_max, jnp.max(logits, axis=1, keepdims=True))
+                scratch.max[h, rows] = new_max
+                decay = jnp.exp2(old_max - new_max)
+                weight = jnp.exp2(logits - jnp.concatenate([new_max] * (n // NUM_LANES), axis=1))
+                scratch.total[h, rows] = scratch.total[h, rows] * decay + sum(
+                    weight[:, lane : lane + NUM_LANES] for lane in range(0, n, NUM_LANES)
+                )
+                new = dot(weight.astype(layout.dot_dtype), values, (1, 0))
+                scratch.acc[h, rows] = (
+                    scratch.acc[h, rows] * jnp.concatenate([decay] * layout.folds, axis=1) + new
+                )
+
+    def _finish(self, row: Array, t: Array, slot: Array) -> None:
+        layout, scratch = self.layout, self.scratch
+        self._wait_out(slot)
+        num_rows = self.num_queries * layout.q_pack
+        for h in range(layout.num_tile_heads):
+            for j in range(layout.words_per_tile_head):
+                rows = pl.ds(j * num_rows, num_rows)
+                out = scratch.acc[h, rows] / jnp.sum(scratch.total[h, rows], axis=1, keepdims=True)
+                out = out.astype(jnp.bfloat16) if layout.q_pack == 2 else out
+                for fold in range(layout.folds):
+                    lanes = out[:, fold * NUM_LANES : (fold + 1) * NUM_LANES]
+                    scratch.out_words[slot, self._words(h, j, fold)] = pltpu.bitcast(lanes, jnp.uint32)
+        q_len = self.cu_q_lens[row + 1] - self.cu_q_lens[row]
+        num_tokens = jnp.minimum(q_len - t * self.num_queries, self.num_queries)
+        scratch.num_out[slot] = num_tokens
+        self._send_out(self.cu_q_lens[row] + t * self.num_queries, num_tokens, slot).start()
+
+    def _send_out(self, token: Array | int, num_tokens: Array, slot: Array | int) -> Any:
+        layout, scratch = self.layout, self.scratch
+        rows = pl.multiple_of(num_tokens * layout.q_stride, NUM_SUBLANES)
+        out = self.out_hbm.at[pl.ds(pl.multiple_of(token * layout.q_stride, NUM_SUBLANES), rows)]
+        return pltpu.make_async_copy(scratch.out_words.at[slot, pl.ds(0, rows)], out, scratch.out_sems.at[slot])
+
+    def _wait_out(self, slot: Array | int) -> None:
+        num_tokens = self.scratch.num_out[slot]
+
+        @pl.when(num_tokens > 0)
+        def _() -> None:
+            self._send_out(0, num_tokens, slot).wait()
+            self.scratch.num_out[slot] = 0
