@@ -74,17 +74,26 @@ def ragged_paged_attention(
     )
     kv_new = jnp.pad(layout.kv_words_of(tiles), ((new_padding, new_padding), (0, 0), (0, 0)))
     table = jnp.pad(page_table_SP, ((0, 0), (0, -P % NUM_LANES))).reshape(S, -1, NUM_LANES)
-    sinks = None
+    sinks = []
     if sinks_N is not None:
-        sinks = layout.sinks_of(sinks_N, round_up(layout.rows_per_token, NUM_SUBLANES)) * LOG2_E
+        sinks_hr = layout.sinks_of(sinks_N) * LOG2_E
+        num_rows = round_up(layout.rows_per_token, NUM_SUBLANES)
+        padded = jnp.pad(sinks_hr, ((0, 0), (0, num_rows - layout.rows_per_token)))
+        sinks.append(jnp.broadcast_to(padded[:, :, None], (*padded.shape, NUM_LANES)))
+        if not decode_only:
+            pairs = sinks_hr.reshape(layout.num_tile_heads, layout.words_per_tile_head, layout.q_pack)
+            sinks.append(jnp.tile(pairs, (1, 1, blocks.chunk_queries)).reshape(layout.num_tile_heads, 1, -1))
 
     is_real_S = (jnp.arange(S) < num_seqs[0]) & (kv_lens_S > 0)
     q_lens_S = jnp.where(is_real_S, cu_q_lens[1:] - cu_q_lens[:-1], 0)
     row_lists = _list_rows(q_lens_S == 1) + (() if decode_only else _list_rows(q_lens_S > 1))
 
-    kernel = _kernel(layout, attention, blocks, has_sinks=sinks is not None, decode_only=decode_only)
+    kernel = _kernel(layout, attention, blocks, has_sinks=bool(sinks), decode_only=decode_only)
     words, kv_pages = kernel(
-        kv_lens_S, cu_q_lens, *row_lists, table, q.reshape(-1, NUM_LANES), kv_new.reshape(-1, NUM_LANES), sinks, kv_pages
+        [kv_lens_S, cu_q_lens, *row_lists],
+        [table, q.reshape(-1, NUM_LANES), kv_new.reshape(-1, NUM_LANES)],
+        sinks,
+        kv_pages,
     )
 
     out_TNH = layout.out_of_words(words.reshape(-1, layout.q_stride, NUM_LANES))[:T]
@@ -108,7 +117,8 @@ def _kernel(layout: Layout, attention: Attention, blocks: Blocks, *, has_sinks: 
         kv_lens, cu_q_lens, decodes, num_decodes = (next(refs) for _ in range(4))
         chunks, num_chunks = (None, None) if decode_only else (next(refs), next(refs))
         table, q, kv_new = (next(refs) for _ in range(3))
-        sinks = next(refs) if has_sinks else None
+        decode_sinks = next(refs) if has_sinks else None
+        chunk_sinks = next(refs) if has_sinks and not decode_only else None
         _, out, pages = (next(refs) for _ in range(3))  # The pages come in where they go out.
         page_table = PageTable(table, next(refs), next(refs))
 
@@ -124,7 +134,7 @@ def _kernel(layout: Layout, attention: Attention, blocks: Blocks, *, has_sinks: 
             q_hbm=q,
             kv_new_hbm=kv_new,
             new_padding=0 if decode_only else layout.page_size,
-            sinks=sinks,
+            sinks=decode_sinks,
             out_hbm=out,
             blocks=kv_blocks(),
             scratch=DecodeScratch(*(next(refs) for _ in dataclasses.fields(DecodeScratch))),
@@ -141,7 +151,7 @@ def _kernel(layout: Layout, attention: Attention, blocks: Blocks, *, has_sinks: 
             cu_q_lens=cu_q_lens,
             q_hbm=q,
             kv_new_hbm=kv_new,
-            sinks=sinks,
+            sinks=chunk_sinks,
             out_hbm=out,
             blocks=kv_blocks(),
             scratch=ChunkScratch(*(next(refs) for _ in dataclasses.fields(ChunkScratch))),
@@ -150,9 +160,8 @@ def _kernel(layout: Layout, attention: Attention, blocks: Blocks, *, has_sinks: 
         decode.run(decodes, num_decodes[0])
         chunk.attend(chunks, num_chunks[0])
 
-    def call(*args: Any) -> tuple[Array, Array]:
-        *scalars, table, q, kv_new, sinks, pages = args
-        arrays = [table, q, kv_new, *([sinks] if has_sinks else []), pages]
+    def call(scalars: list[Array], arrays: list[Array], sinks: list[Array], pages: Array) -> tuple[Array, Array]:
+        table, q, _ = arrays
         in_hbm = pl.BlockSpec(memory_space=pl.ANY)
         scratch = [
             pltpu.SMEM((PageTable.SLOTS, *table.shape[1:]), jnp.int32),
@@ -161,20 +170,25 @@ def _kernel(layout: Layout, attention: Attention, blocks: Blocks, *, has_sinks: 
             *DecodeScratch.shapes(layout),
         ]
         if not decode_only:
-            scratch += [*KVBlocks.scratch(layout, blocks.chunk_fetch), *ChunkScratch.shapes(layout, blocks.chunk_queries)]
+            scratch += [
+                *KVBlocks.scratch(layout, blocks.chunk_fetch),
+                *ChunkScratch.shapes(layout, blocks.chunk_queries, blocks.chunk_tokens),
+            ]
         return pl.pallas_call(
             body,
             out_shape=(jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(pages.shape, pages.dtype)),
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=len(scalars),
                 grid=(1,),
-                in_specs=[pl.BlockSpec(memory_space=pltpu.VMEM) if x is sinks else in_hbm for x in arrays],
+                in_specs=[in_hbm] * len(arrays) + [pl.BlockSpec(memory_space=pltpu.VMEM)] * len(sinks) + [in_hbm],
                 out_specs=(in_hbm, in_hbm),
                 scratch_shapes=scratch,
             ),
-            input_output_aliases={len(scalars) + len(arrays) - 1: 1},
-            compiler_params=pltpu.CompilerParams(vmem_limit_bytes=64 << 20, disable_bounds_checks=True),
+            input_output_aliases={len(scalars) + len(arrays) + len(sinks): 1},
+            compiler_params=pltpu.CompilerParams(
+                vmem_limit_bytes=64 << 20, disable_bounds_checks=True, fuse_transposed_lhs_in_matmul=True
+            ),
             name="ragged_paged_attention_decode" if decode_only else "ragged_paged_attention",
-        )(*scalars, *arrays)
+        )(*scalars, *arrays, *sinks, pages)
 
     return call

@@ -35,10 +35,18 @@ def choose(layout: Layout) -> Blocks:
     return Blocks(
         decode_fetch=max(fetch, decode_tokens, layout.page_size),
         decode_tokens=decode_tokens,
-        chunk_fetch=max(512, layout.page_size),
+        chunk_fetch=max(1024, layout.page_size),
         chunk_tokens=256,
-        chunk_queries=max(16, _power_of_two(512 // layout.rows_per_token)),
+        chunk_queries=_chunk_queries(layout.rows_per_token),
     )
+
+
+def _chunk_queries(rows_per_token: int) -> int:
+    """Tokens whose rows fill registers of 128 lanes, and are about 512."""
+    queries = max(NUM_LANES // (rows_per_token & -rows_per_token), 1)
+    while queries * 2 * rows_per_token <= 512:
+        queries *= 2
+    return queries
 
 
 def _power_of_two(x: int) -> int:

@@ -2,10 +2,19 @@
 
 First all their new keys and values go into their pages, so that attention finds every token in its page and the
 tokens of this step are no special case. Then tiles of queries attend to blocks of pages, up to their diagonal.
+
+Scores are kept with keys along sublanes and queries along lanes. A maximum over keys is then one register against
+another, what belongs to a query is one row for 128 queries, and the product with the values uses the whole matrix
+unit: its contraction is over keys, and its columns are queries, however small a head is.
+
+The work on a tile is a list of items, one KV head's queries against `num_tokens` keys each. An item goes through three
+stages, scores, softmax, values, and while one item is in the third, the next is in the second and the one after it
+in the first, so that the matrix unit and the vector unit work at the same time.
 """
 
 import dataclasses
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -14,6 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxllm.pallas_kernels.ragged_paged_attention.tpu_layout import NUM_LANES, NUM_SUBLANES, Layout
 from jaxllm.pallas_kernels.ragged_paged_attention.tpu_pages import (
+    KV_SLOTS,
     MASKED,
     Attention,
     KVBlocks,
@@ -23,6 +33,7 @@ from jaxllm.pallas_kernels.ragged_paged_attention.tpu_pages import (
 )
 
 WRITE_SLOTS = 3  # Pages that are being written: one on its way here, one at hand, one on its way back.
+UNROLL = 4  # Items that follow each other in one run of instructions; even, since items alternate between buffers.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,16 +52,27 @@ class ChunkScratch:
     out_sems: Ref  # [2]
     num_out: Ref  # int32 [2], tokens of the output on their way
     q: Ref  # [tile heads, rows, lanes]
-    max: Ref  # float32 [tile heads, rows, 128]
-    total: Ref  # float32 [tile heads, rows, 128], a part of the sum in each lane
-    acc: Ref  # float32 [tile heads, rows, lanes]
+    # The last head of these three stands for none: what an item without work does goes there.
+    max: Ref  # float32 [tile heads + 1, 1, rows]
+    total: Ref  # float32 [tile heads + 1, 1, rows]
+    acc: Ref  # float32 [tile heads + 1, lanes, rows]
+    # Between the stages, for every other item each.
+    scores_0: Ref  # float32 [keys, rows]
+    scores_1: Ref
+    weights_0: Ref  # [keys, rows]
+    weights_1: Ref
+    decay_0: Ref  # float32 [1, rows]
+    decay_1: Ref
 
     @staticmethod
-    def shapes(layout: Layout, num_queries: int) -> list:
+    def shapes(layout: Layout, num_queries: int, num_tokens: int) -> list:
         heads, num_rows = layout.num_tile_heads, num_queries * layout.rows_per_token
         write_sems, sems = pltpu.SemaphoreType.DMA((WRITE_SLOTS,)), pltpu.SemaphoreType.DMA((2,))
         words = pltpu.VMEM((2, num_queries * layout.q_stride, NUM_LANES), jnp.uint32)
-        running = pltpu.VMEM((heads, num_rows, NUM_LANES), jnp.float32)
+        running = pltpu.VMEM((heads + 1, 1, num_rows), jnp.float32)
+        scores = pltpu.VMEM((num_tokens, num_rows), jnp.float32)
+        weights = pltpu.VMEM((num_tokens, num_rows), layout.dot_dtype)
+        decay = pltpu.VMEM((1, num_rows), jnp.float32)
         return [
             *(pltpu.VMEM((WRITE_SLOTS, layout.page_size * layout.kv_stride, NUM_LANES), jnp.uint32), write_sems),
             *(pltpu.VMEM((WRITE_SLOTS, *layout.page_shape), layout.kv_dtype), write_sems, write_sems),
@@ -61,8 +83,26 @@ class ChunkScratch:
             pltpu.VMEM((heads, num_rows, layout.lanes), layout.dot_dtype),
             running,
             running,
-            pltpu.VMEM((heads, num_rows, layout.lanes), jnp.float32),
+            pltpu.VMEM((heads + 1, layout.lanes, num_rows), jnp.float32),
+            *(scores, scores, weights, weights, decay, decay),
         ]
+
+
+class Span(NamedTuple):
+    """Scalars: the position of a tile's first query, and that after its last token."""
+
+    query: Array
+    end: Array
+
+
+class Item(NamedTuple):
+    """Scalars: one head's queries against some keys, which begin at `start` in the block `slot` and have positions
+    from `key`."""
+
+    head: Array
+    slot: Array
+    start: Array
+    key: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +117,7 @@ class Chunks:
     cu_q_lens: Ref
     q_hbm: Ref  # Followed by `num_queries` tokens of padding.
     kv_new_hbm: Ref  # With a page of padding before and after.
-    sinks: Ref | None
+    sinks: Ref | None  # float32 [tile heads, 1, rows]
     out_hbm: Ref
     blocks: KVBlocks
     scratch: ChunkScratch
@@ -241,9 +281,7 @@ class Chunks:
         layout = self.layout
         token = self.cu_q_lens[row] + t * self.num_queries
         rows = pl.ds(pl.multiple_of(token * layout.q_stride, NUM_SUBLANES), self.num_queries * layout.q_stride)
-        return pltpu.make_async_copy(
-            self.q_hbm.at[rows], self.scratch.q_words.at[slot], self.scratch.q_sems.at[slot]
-        )
+        return pltpu.make_async_copy(self.q_hbm.at[rows], self.scratch.q_words.at[slot], self.scratch.q_sems.at[slot])
 
     def _attend_tile(
         self, rows: Ref, count: Array, i: Array, row: Array, t: Array, tile: Array, block: Array
@@ -263,50 +301,53 @@ class Chunks:
 
         self._copy_q(row, t, tile % 2).wait()
         self._begin(tile % 2)
+        start, row_end = self._new_positions(row)
+        query = start + t * self.num_queries
+        tile_end = jnp.minimum(query + self.num_queries, row_end)
+        span = Span(query=query, end=tile_end)
+        none = Item(jnp.int32(self.layout.num_tile_heads), block % KV_SLOTS, jnp.int32(0), jnp.int32(0))
 
-        @pl.loop(0, num_blocks)
-        def _(b: Array) -> None:
-            slot = (block + b) % 2
+        def attend_block(b: Array, last_items: tuple[Item, Item]) -> tuple[Item, Item]:
+            slot, next_slot = (block + b) % KV_SLOTS, (block + b + 1) % KV_SLOTS
             first_page = first + b * self.blocks.num_pages
 
             @pl.when(b + 1 < num_blocks)
             def _() -> None:
-                self.blocks.start(i, first_page + self.blocks.num_pages, end, 1 - slot)
+                self.blocks.start(i, first_page + self.blocks.num_pages, end, next_slot)
 
             @pl.when((b + 1 == num_blocks) & has_next)
             def _() -> None:
-                self.blocks.start(next_i, *self._pages(next_row, next_t), 1 - slot)
+                self.blocks.start(next_i, *self._pages(next_row, next_t), next_slot)
 
             self.blocks.wait(first_page, end, slot)
-            self._attend_block(row, t, first_page, slot)
+            return self._attend_block(span, first_page * self.layout.page_size, slot, last_items)
 
+        older, newer = lax.fori_loop(0, num_blocks, attend_block, (none, none))
+        self._add_values(older, 0, span, masked=True)
+        self._softmax(newer, 1, span, masked=True)
+        self._add_values(newer, 1, span, masked=True)
         self._finish(row, t, tile % 2)
         return tile + 1, block + num_blocks
 
     def _begin(self, slot: Array) -> None:
-        """Lays a tile's queries by head, and starts the running maximum and sum."""
+        """Lays a tile's queries by head, times what makes their scores logits, and starts the running sums."""
         layout, scratch = self.layout, self.scratch
         dtype = jnp.bfloat16 if layout.q_pack == 2 else jnp.float32
         num_rows = self.num_queries * layout.q_pack
         for h in range(layout.num_tile_heads):
             for j in range(layout.words_per_tile_head):
-                rows = jnp.concatenate(
-                    [pltpu.bitcast(scratch.q_words[slot, self._words(h, j, f)], dtype) for f in range(layout.folds)],
-                    axis=1,
-                )
-                scratch.q[h, pl.ds(j * num_rows, num_rows)] = rows.astype(layout.dot_dtype)
+                words = [scratch.q_words[slot, self._words(h, j, fold)] for fold in range(layout.folds)]
+                rows = jnp.concatenate([pltpu.bitcast(x, dtype) for x in words], axis=1).astype(jnp.float32)
+                rows = (rows * self.attention.query_factor).astype(layout.dot_dtype)
+                scratch.q[h, pl.ds(j * num_rows, num_rows)] = rows
+        heads = pl.ds(0, layout.num_tile_heads)
         scratch.acc[...] = jnp.zeros_like(scratch.acc)
         if self.sinks is None:
             scratch.max[...] = jnp.full_like(scratch.max, MASKED)
             scratch.total[...] = jnp.zeros_like(scratch.total)
-            return
-        lane = lax.broadcasted_iota(jnp.int32, scratch.total.shape, 2)
-        scratch.total[...] = jnp.where(lane == 0, 1.0, 0.0)
-        is_low = lax.broadcasted_iota(jnp.int32, (num_rows, NUM_LANES), 0) % layout.q_pack == 0
-        for h in range(layout.num_tile_heads):
-            for j in range(layout.words_per_tile_head):
-                low, high = (self.sinks[h, pl.ds(j * layout.q_pack + part, 1)] for part in (0, layout.q_pack - 1))
-                scratch.max[h, pl.ds(j * num_rows, num_rows)] = jnp.where(is_low, low, high)
+        else:
+            scratch.max[heads] = self.sinks[...]
+            scratch.total[...] = jnp.ones_like(scratch.total)
 
     def _words(self, h: int, j: int, fold: int) -> Any:
         """Where the words of a head's j-th rows are, for all tokens of a tile."""
@@ -314,77 +355,96 @@ class Chunks:
         first = fold * layout.q_words + h * layout.words_per_tile_head + j
         return pl.ds(first, self.num_queries, stride=layout.q_stride)
 
-    def _attend_block(self, row: Array, t: Array, first_page: Array, slot: Array) -> None:
-        """Only the diagonal, and the start of a window, need a mask."""
-        n = self.num_tokens
-        start, end = self._new_positions(row)
-        query = start + t * self.num_queries
-        position = first_page * self.layout.page_size
-        end = jnp.minimum(end, query + self.num_queries)
-        num_tokens = jnp.minimum(end - position, self.blocks.num_pages * self.layout.page_size)
+    def _attend_block(
+        self, span: Span, position: Array, slot: Array, last_items: tuple[Item, Item]
+    ) -> tuple[Item, Item]:
+        """Takes up the items of a block, whose first token has `position`, and brings those before them further."""
+        n, heads = self.num_tokens, self.layout.num_tile_heads
+        num_tokens = jnp.minimum(span.end - position, self.blocks.num_pages * self.layout.page_size)
+        num_items = (num_tokens + n - 1) // n * heads
 
-        @pl.loop(0, (num_tokens + n - 1) // n)
-        def _(c: Array) -> None:
-            key = position + c * n
-            whole = key + n - 1 <= query
-            if self.attention.sliding_window is not None:
-                whole &= self.attention.first_visible(query + self.num_queries - 1) <= key
+        def item(x: Array) -> Item:
+            part = lax.div(x, heads)
+            is_none = x >= num_items
+            start = jnp.where(is_none, 0, part * n)
+            return Item(jnp.where(is_none, heads, x - part * heads), slot, start, position + start)
 
-            @pl.when(whole)
+        def run(g: Array, last_items: tuple[Item, Item]) -> tuple[Item, Item]:
+            items = [*last_items, *(item(g * UNROLL + u) for u in range(UNROLL))]
+            masked = functools.reduce(jnp.logical_or, [self._needs_mask(x, span) for x in items])
+
+            @pl.when(masked)
             def _() -> None:
-                self._attend(slot, c * n, query, key, end, masked=False)
+                self._run(items, span, masked=True)
 
-            @pl.when(~whole)
+            @pl.when(~masked)
             def _() -> None:
-                self._attend(slot, c * n, query, key, end, masked=True)
+                self._run(items, span, masked=False)
 
-    def _attend(self, slot: Array, start: Array, query: Array, key: Array, end: Array, *, masked: bool) -> None:
-        """All heads over `num_tokens` tokens, from the start-th of a block. `query` and `key` are the positions of the
-        first of each, `end` that after the last token that is written."""
-        layout, scratch, n = self.layout, self.scratch, self.num_tokens
-        num_rows = self.num_queries * layout.q_pack
-        visible = None
+            return items[-2], items[-1]
+
+        return lax.fori_loop(0, (num_items + UNROLL - 1) // UNROLL, run, last_items)
+
+    def _needs_mask(self, item: Item, span: Span) -> Array:
+        """Whether some query of the tile does not see some key of the item: at the diagonal, and where a window ends."""
+        needs_mask = item.key + self.num_tokens - 1 > span.query
+        if self.attention.sliding_window is not None:
+            needs_mask |= self.attention.first_visible(span.query + self.num_queries - 1) > item.key
+        return needs_mask
+
+    def _run(self, items: list[Item], span: Span, *, masked: bool) -> None:
+        """One more stage for each of the items, of which the last `UNROLL` begin and the first two are under way."""
+        for u in range(UNROLL):
+            even = u % 2
+            self._score(items[u + 2], even)
+            self._add_values(items[u], even, span, masked=masked)
+            self._softmax(items[u + 1], 1 - even, span, masked=masked)
+
+    def _score(self, item: Item, buffer: int) -> None:
+        scratch = self.scratch
+        head = jnp.minimum(item.head, self.layout.num_tile_heads - 1)
+        keys = self.blocks.tile(item.slot, head, item.start, self.num_tokens).astype(self.layout.dot_dtype)
+        (scratch.scores_0, scratch.scores_1)[buffer][...] = dot(keys, scratch.q[head], (1, 1))
+
+    def _softmax(self, item: Item, buffer: int, span: Span, *, masked: bool) -> None:
+        layout, scratch, h = self.layout, self.scratch, item.head
+        logits = self.attention.logits((scratch.scores_0, scratch.scores_1)[buffer][...])
         if masked:
-            at = query + lax.broadcasted_iota(jnp.int32, (num_rows, n), 0) // layout.q_pack
-            seen = key + lax.broadcasted_iota(jnp.int32, (num_rows, n), 1)
-            visible = seen <= at
+            key = lax.broadcasted_iota(jnp.int32, logits.shape, 0)
+            row = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+            token = row % (self.num_queries * layout.q_pack) // layout.q_pack
+            distance = token - key + (span.query - item.key)
+            visible = distance >= 0
             if self.attention.sliding_window is not None:
-                visible &= seen > at - self.attention.sliding_window
+                visible &= distance < self.attention.sliding_window
+            logits = jnp.where(visible, logits, MASKED)
+        old_max = scratch.max[h]
+        new_max = jnp.maximum(old_max, jnp.max(logits, axis=0, keepdims=True))
+        decay, weights = jnp.exp2(old_max - new_max), jnp.exp2(logits - new_max)
+        scratch.max[h] = new_max
+        scratch.total[h] = scratch.total[h] * decay + jnp.sum(weights, axis=0, keepdims=True)
+        (scratch.decay_0, scratch.decay_1)[buffer][...] = decay
+        (scratch.weights_0, scratch.weights_1)[buffer][...] = weights.astype(layout.dot_dtype)
 
-        @pl.loop(0, layout.num_tile_heads)
-        def _(h: Array) -> None:
-            keys = self.blocks.tile(slot, h, start, n).astype(layout.dot_dtype)
-            values = self.blocks.values(slot, layout.num_tiles - 1 - h, start, n, end - key if masked else None)
-            for j in range(layout.words_per_tile_head):
-                rows = pl.ds(j * num_rows, num_rows)
-                logits = self.attention.logits(dot(scratch.q[h, rows], keys, (1, 1)))
-                if visible is not None:
-                    logits = jnp.where(visible, logits, MASKED)
-                old_max = scratch.max[h, rows]
-                new_max = jnp.maximum(old_max, jnp.max(logits, axis=1, keepdims=True))
-                scratch.max[h, rows] = new_max
-                decay = jnp.exp2(old_max - new_max)
-                weight = jnp.exp2(logits - jnp.concatenate([new_max] * (n // NUM_LANES), axis=1))
-                scratch.total[h, rows] = scratch.total[h, rows] * decay + sum(
-                    weight[:, lane : lane + NUM_LANES] for lane in range(0, n, NUM_LANES)
-                )
-                new = dot(weight.astype(layout.dot_dtype), values, (1, 0))
-                scratch.acc[h, rows] = (
-                    scratch.acc[h, rows] * jnp.concatenate([decay] * layout.folds, axis=1) + new
-                )
+    def _add_values(self, item: Item, buffer: int, span: Span, *, masked: bool) -> None:
+        scratch, h = self.scratch, item.head
+        tile = self.layout.num_tiles - 1 - jnp.minimum(h, self.layout.num_tile_heads - 1)
+        num_valid = span.end - item.key if masked else None
+        values = self.blocks.values(item.slot, tile, item.start, self.num_tokens, num_valid)
+        new = dot(values, (scratch.weights_0, scratch.weights_1)[buffer][...], (0, 0))
+        scratch.acc[h] = scratch.acc[h] * (scratch.decay_0, scratch.decay_1)[buffer][...] + new
 
     def _finish(self, row: Array, t: Array, slot: Array) -> None:
         layout, scratch = self.layout, self.scratch
         self._wait_out(slot)
         num_rows = self.num_queries * layout.q_pack
         for h in range(layout.num_tile_heads):
+            out = (scratch.acc[h] / scratch.total[h]).T
+            out = out.astype(jnp.bfloat16) if layout.q_pack == 2 else out
             for j in range(layout.words_per_tile_head):
-                rows = pl.ds(j * num_rows, num_rows)
-                out = scratch.acc[h, rows] / jnp.sum(scratch.total[h, rows], axis=1, keepdims=True)
-                out = out.astype(jnp.bfloat16) if layout.q_pack == 2 else out
                 for fold in range(layout.folds):
-                    lanes = out[:, fold * NUM_LANES : (fold + 1) * NUM_LANES]
-                    scratch.out_words[slot, self._words(h, j, fold)] = pltpu.bitcast(lanes, jnp.uint32)
+                    rows = out[j * num_rows : (j + 1) * num_rows, fold * NUM_LANES : (fold + 1) * NUM_LANES]
+                    scratch.out_words[slot, self._words(h, j, fold)] = pltpu.bitcast(rows, jnp.uint32)
         q_len = self.cu_q_lens[row + 1] - self.cu_q_lens[row]
         num_tokens = jnp.minimum(q_len - t * self.num_queries, self.num_queries)
         scratch.num_out[slot] = num_tokens

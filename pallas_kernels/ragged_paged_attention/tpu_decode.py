@@ -15,6 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxllm.pallas_kernels.ragged_paged_attention.tpu_layout import NUM_LANES, NUM_SUBLANES, Layout, round_up
 from jaxllm.pallas_kernels.ragged_paged_attention.tpu_pages import (
+    KV_SLOTS,
     MASKED,
     Attention,
     KVBlocks,
@@ -101,7 +102,7 @@ class Decode:
         @pl.when(i == 0)
         def _() -> None:
             self._fetch_token(i, row)
-            self.blocks.start(i, first, end, block % 2)
+            self.blocks.start(i, first, end, block % KV_SLOTS)
 
         @pl.when(i + 1 < count)
         def _() -> None:
@@ -113,17 +114,17 @@ class Decode:
 
         @pl.loop(0, num_blocks)
         def _(b: Array) -> None:
-            slot = (block + b) % 2
+            slot, next_slot = (block + b) % KV_SLOTS, (block + b + 1) % KV_SLOTS
             first_page = first + b * self.blocks.num_pages
 
             @pl.when(b + 1 < num_blocks)
             def _() -> None:
-                self.blocks.start(i, first_page + self.blocks.num_pages, end, 1 - slot)
+                self.blocks.start(i, first_page + self.blocks.num_pages, end, next_slot)
 
             @pl.when((b + 1 == num_blocks) & (i + 1 < count))
             def _() -> None:
                 next_first, next_end = self._pages(rows[i + 1])
-                self.blocks.start(i + 1, next_first, next_end, 1 - slot)
+                self.blocks.start(i + 1, next_first, next_end, next_slot)
 
             self.blocks.wait(first_page, end, slot)
 
@@ -172,7 +173,7 @@ class Decode:
         for h in range(layout.num_tile_heads):
             rows = pl.ds(h * layout.rows_per_token, num_rows)
             q = jnp.concatenate([scratch.rows[fold, rows] for fold in range(layout.folds)], axis=1)
-            scratch.q[h] = q.astype(layout.dot_dtype)
+            scratch.q[h] = (q * self.attention.query_factor).astype(layout.dot_dtype)
         if self.sinks is None:
             scratch.max[...] = jnp.full_like(scratch.max, MASKED)
             scratch.total[...] = jnp.zeros_like(scratch.total)

@@ -75,7 +75,9 @@ class Layout:
 
     @cached_property
     def q_pack(self) -> int:
-        return 2 if self.q_dtype == jnp.bfloat16 and self.dot_dtype == jnp.bfloat16 and not self.rows_per_token % 2 else 1
+        return (
+            2 if self.q_dtype == jnp.bfloat16 and self.dot_dtype == jnp.bfloat16 and not self.rows_per_token % 2 else 1
+        )
 
     @cached_property
     def words_per_tile_head(self) -> int:
@@ -194,15 +196,13 @@ class Layout:
             out = jnp.concatenate([out, rows[:, pairs:, :G, half:]], 1)
         return out[..., : self.head_dim].reshape(T, self.num_heads, self.head_dim).astype(self.q_dtype)
 
-    def sinks_of(self, sinks_N: Array, num_rows: int) -> Array:
-        """[N] -> float32 [tile heads, num_rows, 128], in the order of `q_words_of` and the same in all lanes."""
+    def sinks_of(self, sinks_N: Array) -> Array:
+        """[N] -> float32 [tile heads, rows of a token], in the order of the words' parts."""
         G = self.num_heads // self.num_kv_heads
         rows = sinks_N.astype(jnp.float32).reshape(self.num_kv_heads, G)
         rows = jnp.pad(rows, ((0, -self.num_kv_heads % self.heads_per_tile), (0, 0)))
         rows = rows.reshape(self.num_tile_heads, self.q_pack, self.words_per_tile_head)
-        rows = jnp.swapaxes(rows, 1, 2).reshape(self.num_tile_heads, self.rows_per_token)
-        rows = jnp.pad(rows, ((0, 0), (0, num_rows - self.rows_per_token)))
-        return jnp.broadcast_to(rows[:, :, None], (*rows.shape, NUM_LANES))
+        return jnp.swapaxes(rows, 1, 2).reshape(self.num_tile_heads, self.rows_per_token)
 
     def kv_words_of(self, tiles: Array) -> Array:
         """[T, tiles, lanes] in the cache's dtype -> uint32 [T, kv_stride, 128]."""

@@ -14,6 +14,8 @@ from jaxllm.pallas_kernels.ragged_paged_attention.tpu_layout import NUM_LANES, N
 LOG2_E = 1.4426950408889634
 MASKED = -1e30  # Finite: what a row that has seen nothing yet adds up, exp2(0), the first real score wipes out.
 
+KV_SLOTS = 3  # Blocks of pages in VMEM: one on its way, one at hand, one whose values may still be wanted.
+
 Ref = Any
 
 
@@ -25,11 +27,14 @@ class Attention:
     sliding_window: int | None
     soft_cap: float | None
 
+    @property
+    def query_factor(self) -> float:
+        """What queries are multiplied by for `logits` to do the rest."""
+        return self.sm_scale * LOG2_E if self.soft_cap is None else self.sm_scale / self.soft_cap
+
     def logits(self, scores: Array) -> Array:
-        """The product of queries and keys -> logits of base 2."""
-        if self.soft_cap is None:
-            return scores * (self.sm_scale * LOG2_E)
-        return (self.soft_cap * LOG2_E) * jnp.tanh(scores * (self.sm_scale / self.soft_cap))
+        """The product of keys and queries that `query_factor` is in -> logits of base 2."""
+        return scores if self.soft_cap is None else (self.soft_cap * LOG2_E) * jnp.tanh(scores)
 
     def first_visible(self, position: Array) -> Array:
         """The first position that the token at `position` sees."""
@@ -98,18 +103,18 @@ class PageTable:
 
 @dataclasses.dataclass(frozen=True)
 class KVBlocks:
-    """Two blocks of pages in VMEM: one is attended to while the other is on its way."""
+    """Blocks of pages in VMEM: one is attended to while the next is on its way."""
 
     layout: Layout
     table: PageTable
     pages: Ref  # HBM [pages, tiles, page_size, lanes]
-    buffer: Ref  # VMEM [2, pages of a block, tiles, page_size, lanes]
-    sems: Ref  # [2]
+    buffer: Ref  # VMEM [KV_SLOTS, pages of a block, tiles, page_size, lanes]
+    sems: Ref  # [KV_SLOTS]
 
     @staticmethod
     def scratch(layout: Layout, num_tokens: int) -> list:
-        buffer = pltpu.VMEM((2, num_tokens // layout.page_size, *layout.page_shape), layout.kv_dtype)
-        return [buffer, pltpu.SemaphoreType.DMA((2,))]
+        buffer = pltpu.VMEM((KV_SLOTS, num_tokens // layout.page_size, *layout.page_shape), layout.kv_dtype)
+        return [buffer, pltpu.SemaphoreType.DMA((KV_SLOTS,))]
 
     @property
     def num_pages(self) -> int:
