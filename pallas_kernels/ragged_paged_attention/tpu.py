@@ -16,22 +16,85 @@ from jaxllm.pallas_kernels.ragged_paged_attention.tpu_blocks import Blocks
 from jaxllm.pallas_kernels.ragged_paged_attention.tpu_chunks import Chunks, ChunkScratch
 from jaxllm.pallas_kernels.ragged_paged_attention.tpu_decode import Decode, DecodeScratch
 from jaxllm.pallas_kernels.ragged_paged_attention.tpu_layout import NUM_LANES, NUM_SUBLANES, Layout, round_up
-from jaxllm.pallas_kernels.ragged_paged_attention.tpu_pages import LOG2_E, Attention, KVBlocks, PageTable
+from jaxllm.pallas_kernels.ragged_paged_attention.tpu_pages import LOG2_E, Attention, KVBlocks, PageTable, zero_tokens
+
+ZEROED_TOKENS = 16  # Tokens of padding that one copy sets to zero.
+
+
+PAGE_SIZES = (16, 32, 64, 128, 256)
+MAX_HEAD_DIM = 256
+MAX_ROWS_PER_KV_HEAD = 16
+KV_DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")
+MAX_TABLE_ROW_BYTES = 64 << 10  # PageTable.SLOTS of them are in SMEM, whose 1 MiB also holds what all rows have.
 
 
 def kv_cache_shape(
     num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype
 ) -> tuple[int, ...]:
     """[page, tile, slot, lane]; see `tpu_layout`."""
-    layout = Layout(
+    return (num_pages, *_cache_layout(page_size, num_kv_heads, head_dim, dtype).page_shape)
+
+
+def pages_from_tokens(kv_BC2KH: Array) -> Array:
+    layout = _cache_layout(kv_BC2KH.shape[1], *kv_BC2KH.shape[3:], kv_BC2KH.dtype)
+    return jnp.swapaxes(layout.tiles(kv_BC2KH[:, :, 0], kv_BC2KH[:, :, 1]), 1, 2)
+
+
+def tokens_from_pages(kv_pages: Array, num_kv_heads: int, head_dim: int) -> Array:
+    layout = _cache_layout(kv_pages.shape[2], num_kv_heads, head_dim, kv_pages.dtype)
+    return jnp.stack(layout.heads(jnp.swapaxes(kv_pages, 1, 2)), 2)
+
+
+def _cache_layout(page_size: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype) -> Layout:
+    """A layout as far as pages are concerned."""
+    return Layout(
         num_heads=num_kv_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         page_size=page_size,
-        q_dtype=jnp.dtype(dtype),
+        q_dtype=jnp.dtype(jnp.bfloat16),
         kv_dtype=jnp.dtype(dtype),
     )
-    return (num_pages, *layout.page_shape)
+
+
+def _layout(q_TNH: Array, k_TKH: Array, kv_pages: Array) -> Layout:
+    return Layout(
+        num_heads=q_TNH.shape[1],
+        num_kv_heads=k_TKH.shape[1],
+        head_dim=q_TNH.shape[2],
+        page_size=kv_pages.shape[2],
+        q_dtype=q_TNH.dtype,
+        kv_dtype=kv_pages.dtype,
+    )
+
+
+def validate(q_TNH: Array, k_TKH: Array, kv_pages: Array, page_table_SP: Array) -> None:
+    """Raises ValueError for what this kernel cannot do, or what does not fit into the chip."""
+    layout = _layout(q_TNH, k_TKH, kv_pages)
+    if layout.kv_dtype.name not in KV_DTYPES:
+        raise ValueError(f"kv_pages is {layout.kv_dtype}; the TPU kernel takes {', '.join(KV_DTYPES)}")
+    if layout.q_dtype.name not in ("float32", "bfloat16"):
+        raise ValueError(f"q is {layout.q_dtype}; the TPU kernel takes float32 and bfloat16")
+    if layout.head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"head size is {layout.head_dim}; the TPU kernel takes at most {MAX_HEAD_DIM}")
+    if (rows := layout.num_heads // layout.num_kv_heads) > MAX_ROWS_PER_KV_HEAD:
+        raise ValueError(f"{rows} query heads share a KV head; the TPU kernel takes at most {MAX_ROWS_PER_KV_HEAD}")
+    sizes = [size for size in PAGE_SIZES if size >= layout.group]
+    if layout.page_size not in sizes:
+        raise ValueError(
+            f"page_size is {layout.page_size}; with a cache of {layout.kv_dtype} the TPU kernel takes "
+            f"{', '.join(map(str, sizes))}"
+        )
+    if kv_pages.shape[1:] != layout.page_shape:
+        raise ValueError(
+            f"kv_pages has shape {kv_pages.shape}; make it with kv_cache_shape: {layout.page_shape} a page"
+        )
+    max_pages = MAX_TABLE_ROW_BYTES // 4
+    if (P := page_table_SP.shape[1]) > max_pages:
+        raise ValueError(
+            f"the page table has {P:,} pages for each sequence; the TPU kernel takes at most {max_pages:,}, which are "
+            f"{max_pages * layout.page_size:,} tokens: take larger pages"
+        )
 
 
 def ragged_paged_attention(
@@ -51,62 +114,57 @@ def ragged_paged_attention(
     k_scale_K: Array | None,
     v_scale_K: Array | None,
     decode_only: bool,
+    blocks: Blocks | None = None,
 ) -> tuple[Array, Array]:
-    """See `api.ragged_paged_attention`."""
-    (T, N, H), K, (S, P) = q_TNH.shape, k_TKH.shape[1], page_table_SP.shape
-    layout = Layout(
-        num_heads=N,
-        num_kv_heads=K,
-        head_dim=H,
-        page_size=kv_pages.shape[2],
-        q_dtype=q_TNH.dtype,
-        kv_dtype=kv_pages.dtype,
-    )
+    """See `api.ragged_paged_attention`. `blocks`: None for those of the table, or of the rule."""
+    (_, N, _), K, (S, P) = q_TNH.shape, k_TKH.shape[1], page_table_SP.shape
+    layout = _layout(q_TNH, k_TKH, kv_pages)
     attention = Attention(sm_scale=sm_scale, sliding_window=sliding_window, soft_cap=soft_cap)
-    blocks = tpu_blocks.choose(layout)
-    q_padding, new_padding = (0, 0) if decode_only else (blocks.chunk_queries, layout.page_size)
+    if blocks is None:
+        blocks = tpu_blocks.choose(layout)
 
-    if k_scale_K is not None:
-        q_TNH = (q_TNH * jnp.repeat(k_scale_K, N // K)[:, None]).astype(q_TNH.dtype)
-    q = jnp.pad(layout.q_words_of(q_TNH), ((0, q_padding), (0, 0), (0, 0)))
+    q_TNH = attention.scale(q_TNH, None if k_scale_K is None else jnp.repeat(k_scale_K, N // K))
     tiles = layout.tiles(
         to_cache_dtype(k_TKH, k_scale_K, kv_pages.dtype), to_cache_dtype(v_TKH, v_scale_K, kv_pages.dtype)
     )
-    kv_new = jnp.pad(layout.kv_words_of(tiles), ((new_padding, new_padding), (0, 0), (0, 0)))
     table = jnp.pad(page_table_SP, ((0, 0), (0, -P % NUM_LANES))).reshape(S, -1, NUM_LANES)
-    sinks = []
-    if sinks_N is not None:
-        sinks_hr = layout.sinks_of(sinks_N) * LOG2_E
-        num_rows = round_up(layout.rows_per_token, NUM_SUBLANES)
-        padded = jnp.pad(sinks_hr, ((0, 0), (0, num_rows - layout.rows_per_token)))
-        sinks.append(jnp.broadcast_to(padded[:, :, None], (*padded.shape, NUM_LANES)))
-        if not decode_only:
-            pairs = sinks_hr.reshape(layout.num_tile_heads, layout.words_per_tile_head, layout.q_pack)
-            sinks.append(jnp.tile(pairs, (1, 1, blocks.chunk_queries)).reshape(layout.num_tile_heads, 1, -1))
-
-    is_real_S = (jnp.arange(S) < num_seqs[0]) & (kv_lens_S > 0)
-    q_lens_S = jnp.where(is_real_S, cu_q_lens[1:] - cu_q_lens[:-1], 0)
-    row_lists = _list_rows(q_lens_S == 1) + (() if decode_only else _list_rows(q_lens_S > 1))
+    if decode_only:
+        rows = [jnp.arange(S, dtype=jnp.int32), num_seqs]
+    else:
+        q_lens_S = jnp.where(jnp.arange(S) < num_seqs[0], cu_q_lens[1:] - cu_q_lens[:-1], 0)
+        rows = [*_list_rows(q_lens_S == 1), *_list_rows(q_lens_S > 1)]
+    sinks = [] if sinks_N is None else _sinks(layout, blocks, sinks_N, decode_only)
 
     kernel = _kernel(layout, attention, blocks, has_sinks=bool(sinks), decode_only=decode_only)
-    words, kv_pages = kernel(
-        [kv_lens_S, cu_q_lens, *row_lists],
-        [table, q.reshape(-1, NUM_LANES), kv_new.reshape(-1, NUM_LANES)],
-        sinks,
-        kv_pages,
+    out, kv_pages = kernel(
+        [kv_lens_S, cu_q_lens, num_seqs, *rows], [table, layout.rows(q_TNH), layout.new_rows(tiles)], sinks, kv_pages
     )
 
-    out_TNH = layout.out_of_words(words.reshape(-1, layout.q_stride, NUM_LANES))[:T]
+    out_TNH = layout.out_heads(out)
     if v_scale_K is not None:
         out_TNH = (out_TNH * jnp.repeat(v_scale_K, N // K)[:, None]).astype(out_TNH.dtype)
-    is_real_T = jnp.arange(T) < cu_q_lens[num_seqs[0]]
-    return jnp.where(is_real_T[:, None, None], out_TNH, 0), kv_pages
+    return out_TNH, kv_pages
+
+
+def _sinks(layout: Layout, blocks: Blocks, sinks_N: Array, decode_only: bool) -> list[Array]:
+    """Logits of base 2, as each body has its rows: [tile heads, rows, 128], and [tile heads, 1, rows] for all tokens."""
+    sinks = layout.sinks(sinks_N) * LOG2_E
+    num_rows = round_up(layout.rows_per_token, NUM_SUBLANES)
+    padded = jnp.pad(sinks, ((0, 0), (0, num_rows - layout.rows_per_token)))
+    decode = jnp.broadcast_to(padded[:, :, None], (*padded.shape, NUM_LANES))
+    if decode_only:
+        return [decode]
+    words = sinks.reshape(layout.num_tile_heads, layout.words_per_tile_head, layout.q_pack)
+    return [decode, jnp.tile(words, (1, 1, blocks.chunk_queries)).reshape(layout.num_tile_heads, 1, -1)]
 
 
 def _list_rows(is_listed_S: Array) -> tuple[Array, Array]:
-    """The numbers of some rows, int32 [S], and how many they are, int32 [1]."""
-    rows = jnp.nonzero(is_listed_S, size=is_listed_S.shape[0], fill_value=0)[0]
-    return rows.astype(jnp.int32), jnp.sum(is_listed_S, dtype=jnp.int32)[None]
+    """The numbers of some rows, int32 [S], and how many they are, int32 [1]. No scatter, which a TPU is slow at."""
+    row_S = jnp.arange(is_listed_S.shape[0], dtype=jnp.int32)
+    place_S = jnp.cumsum(is_listed_S, dtype=jnp.int32) - 1
+    is_at_SS = is_listed_S[None, :] & (place_S[None, :] == row_S[:, None])
+    rows = jnp.sum(jnp.where(is_at_SS, row_S[None, :], 0), axis=1, dtype=jnp.int32)
+    return rows, place_S[-1:] + 1
 
 
 def _kernel(layout: Layout, attention: Attention, blocks: Blocks, *, has_sinks: bool, decode_only: bool) -> Callable:
@@ -114,12 +172,13 @@ def _kernel(layout: Layout, attention: Attention, blocks: Blocks, *, has_sinks: 
 
     def body(*refs: Any) -> None:
         refs = iter(refs)
-        kv_lens, cu_q_lens, decodes, num_decodes = (next(refs) for _ in range(4))
+        kv_lens, cu_q_lens, num_seqs, decodes, num_decodes = (next(refs) for _ in range(5))
         chunks, num_chunks = (None, None) if decode_only else (next(refs), next(refs))
-        table, q, kv_new = (next(refs) for _ in range(3))
+        table, q, new = (next(refs) for _ in range(3))
         decode_sinks = next(refs) if has_sinks else None
         chunk_sinks = next(refs) if has_sinks and not decode_only else None
         _, out, pages = (next(refs) for _ in range(3))  # The pages come in where they go out.
+        zero_tokens(out, cu_q_lens[num_seqs[0]], next(refs), next(refs))
         page_table = PageTable(table, next(refs), next(refs))
 
         def kv_blocks() -> KVBlocks:
@@ -132,8 +191,7 @@ def _kernel(layout: Layout, attention: Attention, blocks: Blocks, *, has_sinks: 
             kv_lens=kv_lens,
             cu_q_lens=cu_q_lens,
             q_hbm=q,
-            kv_new_hbm=kv_new,
-            new_padding=0 if decode_only else layout.page_size,
+            new_hbm=new,
             sinks=decode_sinks,
             out_hbm=out,
             blocks=kv_blocks(),
@@ -150,7 +208,7 @@ def _kernel(layout: Layout, attention: Attention, blocks: Blocks, *, has_sinks: 
             kv_lens=kv_lens,
             cu_q_lens=cu_q_lens,
             q_hbm=q,
-            kv_new_hbm=kv_new,
+            new_hbm=new,
             sinks=chunk_sinks,
             out_hbm=out,
             blocks=kv_blocks(),
@@ -162,8 +220,10 @@ def _kernel(layout: Layout, attention: Attention, blocks: Blocks, *, has_sinks: 
 
     def call(scalars: list[Array], arrays: list[Array], sinks: list[Array], pages: Array) -> tuple[Array, Array]:
         table, q, _ = arrays
-        in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+        in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
         scratch = [
+            pltpu.VMEM((ZEROED_TOKENS, layout.q_rows, layout.lanes), layout.io_dtype),
+            pltpu.SemaphoreType.DMA,
             pltpu.SMEM((PageTable.SLOTS, *table.shape[1:]), jnp.int32),
             pltpu.SemaphoreType.DMA((PageTable.SLOTS,)),
             *KVBlocks.scratch(layout, blocks.decode_fetch),

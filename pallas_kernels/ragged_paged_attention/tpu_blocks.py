@@ -29,8 +29,7 @@ def choose(layout: Layout) -> Blocks:
     """The rule for where the table has no row."""
     registers = layout.num_tile_heads * (round_up(layout.rows_per_token, NUM_SUBLANES) // NUM_SUBLANES)
     decode_tokens = max(NUM_LANES, _power_of_two(SCORE_REGISTERS // registers) * NUM_LANES)
-    token_bytes = layout.page_bytes // layout.page_size
-    fetch = _power_of_two(FETCH_BYTES // token_bytes)
+    fetch = _power_of_two(FETCH_BYTES // layout.token_bytes)
     decode_tokens = min(decode_tokens, max(NUM_LANES, fetch))
     return Blocks(
         decode_fetch=max(fetch, decode_tokens, layout.page_size),

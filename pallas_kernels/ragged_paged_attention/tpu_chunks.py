@@ -40,17 +40,19 @@ UNROLL = 4  # Items that follow each other in one run of instructions; even, sin
 class ChunkScratch:
     """VMEM, but for the semaphores and the counts, which are in SMEM."""
 
-    new_words: Ref  # uint32 [WRITE_SLOTS, page_size * kv_stride, 128]
+    new: Ref  # [WRITE_SLOTS, page_size, kv_rows, lanes]
     new_sems: Ref  # [WRITE_SLOTS]
     page: Ref  # [WRITE_SLOTS, tiles, page_size, lanes]
     page_sems: Ref  # [WRITE_SLOTS]
     written_sems: Ref  # [WRITE_SLOTS]
     num_written: Ref  # int32 [WRITE_SLOTS], slots of the page on their way back
-    q_words: Ref  # uint32 [2, queries * q_stride, 128]
+    new_words: Ref  # uint32 [folds, page_size * kv_rows / kv_pack, 128]
+    q_in: Ref  # [2, queries, q_rows, lanes]
     q_sems: Ref  # [2]
-    out_words: Ref  # uint32 [2, queries * q_stride, 128]
+    out: Ref  # [2, queries, q_rows, lanes]
     out_sems: Ref  # [2]
     num_out: Ref  # int32 [2], tokens of the output on their way
+    words: Ref  # uint32 [folds, queries * q_rows / q_pack, 128], of the queries, and later of the outputs
     q: Ref  # [tile heads, rows, lanes]
     # The last head of these three stands for none: what an item without work does goes there.
     max: Ref  # float32 [tile heads + 1, 1, rows]
@@ -68,24 +70,30 @@ class ChunkScratch:
     def shapes(layout: Layout, num_queries: int, num_tokens: int) -> list:
         heads, num_rows = layout.num_tile_heads, num_queries * layout.rows_per_token
         write_sems, sems = pltpu.SemaphoreType.DMA((WRITE_SLOTS,)), pltpu.SemaphoreType.DMA((2,))
-        words = pltpu.VMEM((2, num_queries * layout.q_stride, NUM_LANES), jnp.uint32)
+        tile = pltpu.VMEM((2, num_queries, layout.q_rows, layout.lanes), layout.io_dtype)
         running = pltpu.VMEM((heads + 1, 1, num_rows), jnp.float32)
         scores = pltpu.VMEM((num_tokens, num_rows), jnp.float32)
         weights = pltpu.VMEM((num_tokens, num_rows), layout.dot_dtype)
         decay = pltpu.VMEM((1, num_rows), jnp.float32)
         return [
-            *(pltpu.VMEM((WRITE_SLOTS, layout.page_size * layout.kv_stride, NUM_LANES), jnp.uint32), write_sems),
+            *(pltpu.VMEM((WRITE_SLOTS, layout.page_size, layout.kv_rows, layout.lanes), layout.kv_dtype), write_sems),
             *(pltpu.VMEM((WRITE_SLOTS, *layout.page_shape), layout.kv_dtype), write_sems, write_sems),
             pltpu.SMEM((WRITE_SLOTS,), jnp.int32),
-            *(words, sems),
-            *(words, sems),
+            pltpu.VMEM(_words_shape(layout, layout.page_size, layout.kv_rows // layout.kv_pack), jnp.uint32),
+            *(tile, sems),
+            *(tile, sems),
             pltpu.SMEM((2,), jnp.int32),
+            pltpu.VMEM(_words_shape(layout, num_queries, layout.q_rows // layout.q_pack), jnp.uint32),
             pltpu.VMEM((heads, num_rows, layout.lanes), layout.dot_dtype),
             running,
             running,
             pltpu.VMEM((heads + 1, layout.lanes, num_rows), jnp.float32),
             *(scores, scores, weights, weights, decay, decay),
         ]
+
+
+def _words_shape(layout: Layout, num_tokens: int, words_per_token: int) -> tuple[int, int, int]:
+    return (layout.folds, num_tokens * words_per_token, NUM_LANES)
 
 
 class Span(NamedTuple):
@@ -115,8 +123,8 @@ class Chunks:
     num_tokens: int
     kv_lens: Ref
     cu_q_lens: Ref
-    q_hbm: Ref  # Followed by `num_queries` tokens of padding.
-    kv_new_hbm: Ref  # With a page of padding before and after.
+    q_hbm: Ref
+    new_hbm: Ref
     sinks: Ref | None  # float32 [tile heads, 1, rows]
     out_hbm: Ref
     blocks: KVBlocks
@@ -179,16 +187,15 @@ class Chunks:
         return start, end, start // group * group, (end + group - 1) // group * group
 
     def _page_copies(self, i: Array, row: Array, p: Array, slot: Array) -> tuple[Any, Any]:
-        """The new tokens of a page's slots, and what the page holds around them."""
+        """The new tokens of a page, to where their slots are, and what the page holds around them."""
         layout, scratch = self.layout, self.scratch
-        start, _, low, high = self._page_slots(row, p)
-        # The token of the page's slot 0, were it new; a page of padding comes before token 0.
-        token = self.cu_q_lens[row] + p * layout.page_size - self._new_positions(row)[0] + layout.page_size
-        words = pl.ds(pl.multiple_of(token * layout.kv_stride, NUM_SUBLANES), layout.page_size * layout.kv_stride)
+        start, end, low, high = self._page_slots(row, p)
+        first = self.cu_q_lens[row] + p * layout.page_size + start - self._new_positions(row)[0]
+        new, new_slots = self.new_hbm.at[pl.ds(first, end - start)], pl.ds(start, end - start)
         slots = pl.ds(pl.multiple_of(low, layout.group), pl.multiple_of(high - low, layout.group))
         page = self.blocks.pages.at[self.blocks.table.page(i, p), :, slots]
         return (
-            pltpu.make_async_copy(self.kv_new_hbm.at[words], scratch.new_words.at[slot], scratch.new_sems.at[slot]),
+            pltpu.make_async_copy(new, scratch.new.at[slot, new_slots], scratch.new_sems.at[slot]),
             pltpu.make_async_copy(page, scratch.page.at[slot, :, slots], scratch.page_sems.at[slot]),
         )
 
@@ -214,19 +221,25 @@ class Chunks:
             old.wait()
 
         start, end, low, high = self._page_slots(row, p)
+        stride = layout.kv_rows // layout.kv_pack
+        for fold in range(layout.folds):
+            rows = scratch.new[slot, :, :, pl.ds(fold * NUM_LANES, NUM_LANES)].reshape(-1, NUM_LANES)
+            scratch.new_words[fold] = pltpu.bitcast(rows, jnp.uint32)
 
         @pl.loop(low // layout.group, high // layout.group)
         def _(g: Array) -> None:
             first = pl.multiple_of(g * layout.group, layout.group)
             group = scratch.page.at[slot, :, pl.ds(first, layout.group)]
-            put_tokens(
-                layout,
-                lambda tile: group.at[tile],
-                scratch.new_words.at[slot],
-                first * layout.kv_stride,
-                start - first,
-                end - first,
-            )
+
+            def tokens(fold: int, word: int) -> list[Array]:
+                return [
+                    scratch.new_words[
+                        fold, pl.ds((first + part) * stride + word, NUM_SUBLANES, stride=layout.kv_pack * stride)
+                    ]
+                    for part in range(layout.kv_pack)
+                ]
+
+            put_tokens(layout, lambda tile: group.at[tile], tokens, start - first, end - first)
 
         scratch.num_written[slot] = high - low
         slots = pl.ds(pl.multiple_of(low, layout.group), pl.multiple_of(high - low, layout.group))
@@ -277,11 +290,17 @@ class Chunks:
         last = jnp.minimum(start + self.num_queries, end) - 1
         return self.attention.first_visible(start) // self.layout.page_size, last // self.layout.page_size + 1
 
+    def _num_queries(self, row: Array, t: Array | int) -> Array:
+        q_len = self.cu_q_lens[row + 1] - self.cu_q_lens[row]
+        return jnp.minimum(q_len - t * self.num_queries, self.num_queries)
+
     def _copy_q(self, row: Array, t: Array | int, slot: Array | int) -> Any:
-        layout = self.layout
-        token = self.cu_q_lens[row] + t * self.num_queries
-        rows = pl.ds(pl.multiple_of(token * layout.q_stride, NUM_SUBLANES), self.num_queries * layout.q_stride)
-        return pltpu.make_async_copy(self.q_hbm.at[rows], self.scratch.q_words.at[slot], self.scratch.q_sems.at[slot])
+        num_queries = self._num_queries(row, t)
+        return pltpu.make_async_copy(
+            self.q_hbm.at[pl.ds(self.cu_q_lens[row] + t * self.num_queries, num_queries)],
+            self.scratch.q_in.at[slot, pl.ds(0, num_queries)],
+            self.scratch.q_sems.at[slot],
+        )
 
     def _attend_tile(
         self, rows: Ref, count: Array, i: Array, row: Array, t: Array, tile: Array, block: Array
@@ -330,16 +349,17 @@ class Chunks:
         return tile + 1, block + num_blocks
 
     def _begin(self, slot: Array) -> None:
-        """Lays a tile's queries by head, times what makes their scores logits, and starts the running sums."""
+        """Lays a tile's queries by head, and starts the running maxima and sums."""
         layout, scratch = self.layout, self.scratch
-        dtype = jnp.bfloat16 if layout.q_pack == 2 else jnp.float32
+        for fold in range(layout.folds):
+            rows = scratch.q_in[slot, :, :, pl.ds(fold * NUM_LANES, NUM_LANES)].reshape(-1, NUM_LANES)
+            scratch.words[fold] = pltpu.bitcast(rows, jnp.uint32)
         num_rows = self.num_queries * layout.q_pack
         for h in range(layout.num_tile_heads):
             for j in range(layout.words_per_tile_head):
-                words = [scratch.q_words[slot, self._words(h, j, fold)] for fold in range(layout.folds)]
-                rows = jnp.concatenate([pltpu.bitcast(x, dtype) for x in words], axis=1).astype(jnp.float32)
-                rows = (rows * self.attention.query_factor).astype(layout.dot_dtype)
-                scratch.q[h, pl.ds(j * num_rows, num_rows)] = rows
+                words = [scratch.words[fold, self._words(h, j)] for fold in range(layout.folds)]
+                rows = jnp.concatenate([pltpu.bitcast(x, layout.io_dtype) for x in words], axis=1)
+                scratch.q[h, pl.ds(j * num_rows, num_rows)] = rows.astype(layout.dot_dtype)
         heads = pl.ds(0, layout.num_tile_heads)
         scratch.acc[...] = jnp.zeros_like(scratch.acc)
         if self.sinks is None:
@@ -349,11 +369,10 @@ class Chunks:
             scratch.max[heads] = self.sinks[...]
             scratch.total[...] = jnp.ones_like(scratch.total)
 
-    def _words(self, h: int, j: int, fold: int) -> Any:
-        """Where the words of a head's j-th rows are, for all tokens of a tile."""
+    def _words(self, h: int, j: int) -> Any:
+        """Where a head's j-th words are, for all tokens of a tile."""
         layout = self.layout
-        first = fold * layout.q_words + h * layout.words_per_tile_head + j
-        return pl.ds(first, self.num_queries, stride=layout.q_stride)
+        return pl.ds(h * layout.words_per_tile_head + j, self.num_queries, stride=layout.q_rows // layout.q_pack)
 
     def _attend_block(
         self, span: Span, position: Array, slot: Array, last_items: tuple[Item, Item]
@@ -428,7 +447,7 @@ class Chunks:
 
     def _add_values(self, item: Item, buffer: int, span: Span, *, masked: bool) -> None:
         scratch, h = self.scratch, item.head
-        tile = self.layout.num_tiles - 1 - jnp.minimum(h, self.layout.num_tile_heads - 1)
+        tile = self.layout.value_tile(jnp.minimum(h, self.layout.num_tile_heads - 1))
         num_valid = span.end - item.key if masked else None
         values = self.blocks.values(item.slot, tile, item.start, self.num_tokens, num_valid)
         new = dot(values, (scratch.weights_0, scratch.weights_1)[buffer][...], (0, 0))
@@ -439,22 +458,21 @@ class Chunks:
         self._wait_out(slot)
         num_rows = self.num_queries * layout.q_pack
         for h in range(layout.num_tile_heads):
-            out = (scratch.acc[h] / scratch.total[h]).T
-            out = out.astype(jnp.bfloat16) if layout.q_pack == 2 else out
+            out = (scratch.acc[h] * (1.0 / scratch.total[h])).astype(layout.io_dtype).T
             for j in range(layout.words_per_tile_head):
                 for fold in range(layout.folds):
                     rows = out[j * num_rows : (j + 1) * num_rows, fold * NUM_LANES : (fold + 1) * NUM_LANES]
-                    scratch.out_words[slot, self._words(h, j, fold)] = pltpu.bitcast(rows, jnp.uint32)
-        q_len = self.cu_q_lens[row + 1] - self.cu_q_lens[row]
-        num_tokens = jnp.minimum(q_len - t * self.num_queries, self.num_queries)
+                    scratch.words[fold, self._words(h, j)] = pltpu.bitcast(rows, jnp.uint32)
+        for fold in range(layout.folds):
+            rows = pltpu.bitcast(scratch.words[fold], layout.io_dtype).reshape(-1, layout.q_rows, NUM_LANES)
+            scratch.out[slot, :, :, pl.ds(fold * NUM_LANES, NUM_LANES)] = rows
+        num_tokens = self._num_queries(row, t)
         scratch.num_out[slot] = num_tokens
         self._send_out(self.cu_q_lens[row] + t * self.num_queries, num_tokens, slot).start()
 
     def _send_out(self, token: Array | int, num_tokens: Array, slot: Array | int) -> Any:
-        layout, scratch = self.layout, self.scratch
-        rows = pl.multiple_of(num_tokens * layout.q_stride, NUM_SUBLANES)
-        out = self.out_hbm.at[pl.ds(pl.multiple_of(token * layout.q_stride, NUM_SUBLANES), rows)]
-        return pltpu.make_async_copy(scratch.out_words.at[slot, pl.ds(0, rows)], out, scratch.out_sems.at[slot])
+        tokens = self.scratch.out.at[slot, pl.ds(0, num_tokens)]
+        return pltpu.make_async_copy(tokens, self.out_hbm.at[pl.ds(token, num_tokens)], self.scratch.out_sems.at[slot])
 
     def _wait_out(self, slot: Array | int) -> None:
         num_tokens = self.scratch.num_out[slot]

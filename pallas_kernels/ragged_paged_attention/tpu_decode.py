@@ -29,16 +29,16 @@ from jaxllm.pallas_kernels.ragged_paged_attention.tpu_pages import (
 class DecodeScratch:
     """VMEM, but for the semaphores. Leading 2: one for the row at hand, one for the next."""
 
-    q_words: Ref  # uint32 [2, q_stride, 128]
+    q_in: Ref  # [2, q_rows, lanes]
     q_sems: Ref  # [2]
-    new_words: Ref  # uint32 [2, group * kv_stride, 128]
+    new: Ref  # [2, kv_rows, lanes]
     new_sems: Ref  # [2]
-    out_words: Ref  # uint32 [2, q_stride, 128]
+    out: Ref  # [2, q_rows, lanes]
     out_sems: Ref  # [2]
     written: Ref  # [2, tiles, group, lanes]
     written_sems: Ref  # [2]
     q: Ref  # [tile heads, rows, lanes]
-    rows: Ref  # float32 [folds, q_pack * q_words + rows, 128]
+    rows: Ref  # float32 [q_rows + rows, lanes]
     max: Ref  # float32 [tile heads, rows, 128]
     total: Ref  # float32 [tile heads, rows, 128], a part of the sum in each lane
     acc: Ref  # float32 [tile heads, rows, lanes]
@@ -47,15 +47,15 @@ class DecodeScratch:
     def shapes(layout: Layout) -> list:
         num_rows = round_up(layout.rows_per_token, NUM_SUBLANES)
         heads, sems = layout.num_tile_heads, pltpu.SemaphoreType.DMA((2,))
-        one_token = pltpu.VMEM((2, layout.q_stride, NUM_LANES), jnp.uint32)
+        token = pltpu.VMEM((2, layout.q_rows, layout.lanes), layout.io_dtype)
         running = pltpu.VMEM((heads, num_rows, NUM_LANES), jnp.float32)
         return [
-            *(one_token, sems),
-            *(pltpu.VMEM((2, layout.group * layout.kv_stride, NUM_LANES), jnp.uint32), sems),
-            *(one_token, sems),
+            *(token, sems),
+            *(pltpu.VMEM((2, layout.kv_rows, layout.lanes), layout.kv_dtype), sems),
+            *(token, sems),
             *(pltpu.VMEM((2, layout.num_tiles, layout.group, layout.lanes), layout.kv_dtype), sems),
             pltpu.VMEM((heads, num_rows, layout.lanes), layout.dot_dtype),
-            pltpu.VMEM((layout.folds, layout.q_pack * layout.q_words + num_rows, NUM_LANES), jnp.float32),
+            pltpu.VMEM((layout.q_rows + num_rows, layout.lanes), jnp.float32),
             running,
             running,
             pltpu.VMEM((heads, num_rows, layout.lanes), jnp.float32),
@@ -72,8 +72,7 @@ class Decode:
     kv_lens: Ref
     cu_q_lens: Ref
     q_hbm: Ref
-    kv_new_hbm: Ref
-    new_padding: int  # Tokens of padding at its beginning.
+    new_hbm: Ref
     sinks: Ref | None
     out_hbm: Ref
     blocks: KVBlocks
@@ -143,18 +142,12 @@ class Decode:
         kv_len = self.kv_lens[row]
         return self.attention.first_visible(kv_len - 1) // page_size, (kv_len + page_size - 1) // page_size
 
-    def _token_copies(self, i: Array, row: Array) -> tuple:
-        """The row's query, and its key and value, which go to where their slot is in a group."""
-        layout, slot = self.layout, i % 2
-        token = self.cu_q_lens[row]
-        place = (self.kv_lens[row] - 1) % layout.group
-        q = self.q_hbm.at[pl.ds(pl.multiple_of(token * layout.q_stride, NUM_SUBLANES), layout.q_stride)]
-        new_row = pl.multiple_of((self.new_padding + token) * layout.kv_stride, NUM_SUBLANES)
-        new = self.kv_new_hbm.at[pl.ds(new_row, layout.kv_stride)]
-        new_place = pl.ds(pl.multiple_of(place * layout.kv_stride, NUM_SUBLANES), layout.kv_stride)
+    def _token_copies(self, i: Array, row: Array) -> tuple[Any, Any]:
+        """The row's query, and its key and value."""
+        scratch, slot, token = self.scratch, i % 2, self.cu_q_lens[row]
         return (
-            pltpu.make_async_copy(q, self.scratch.q_words.at[slot], self.scratch.q_sems.at[slot]),
-            pltpu.make_async_copy(new, self.scratch.new_words.at[slot, new_place], self.scratch.new_sems.at[slot]),
+            pltpu.make_async_copy(self.q_hbm.at[token], scratch.q_in.at[slot], scratch.q_sems.at[slot]),
+            pltpu.make_async_copy(self.new_hbm.at[token], scratch.new.at[slot], scratch.new_sems.at[slot]),
         )
 
     def _fetch_token(self, i: Array, row: Array) -> None:
@@ -165,15 +158,9 @@ class Decode:
         """Lays the query's rows into registers of their tile heads, and starts the running maximum and sum."""
         layout, scratch = self.layout, self.scratch
         num_rows = scratch.q.shape[1]
-        dtype = jnp.bfloat16 if layout.q_pack == 2 else jnp.float32
-        for fold in range(layout.folds):
-            words = scratch.q_words[slot, pl.ds(fold * layout.q_words, layout.q_words)]
-            rows = pltpu.bitcast(words, dtype).astype(jnp.float32)
-            scratch.rows[fold, pl.ds(0, layout.q_pack * layout.q_words)] = rows
+        scratch.rows[pl.ds(0, layout.q_rows)] = scratch.q_in[slot].astype(jnp.float32)
         for h in range(layout.num_tile_heads):
-            rows = pl.ds(h * layout.rows_per_token, num_rows)
-            q = jnp.concatenate([scratch.rows[fold, rows] for fold in range(layout.folds)], axis=1)
-            scratch.q[h] = (q * self.attention.query_factor).astype(layout.dot_dtype)
+            scratch.q[h] = scratch.rows[pl.ds(h * layout.rows_per_token, num_rows)].astype(layout.dot_dtype)
         if self.sinks is None:
             scratch.max[...] = jnp.full_like(scratch.max, MASKED)
             scratch.total[...] = jnp.zeros_like(scratch.total)
@@ -189,9 +176,13 @@ class Decode:
         page, place = position // layout.page_size, position % layout.page_size
         start = pl.multiple_of(place // layout.group * layout.group, layout.group)
         group = self.blocks.buffer.at[slot, page - first_page, :, pl.ds(start, layout.group)]
-        put_tokens(
-            layout, lambda tile: group.at[tile], scratch.new_words.at[i % 2], 0, place - start, place - start + 1
-        )
+        words = pltpu.bitcast(scratch.new[i % 2], jnp.uint32)
+
+        def tokens(fold: int, word: int) -> list[Array]:
+            row = words[word : word + 1, fold * NUM_LANES : (fold + 1) * NUM_LANES]
+            return [jnp.broadcast_to(row, (NUM_SUBLANES, NUM_LANES))] * layout.kv_pack
+
+        put_tokens(layout, lambda tile: group.at[tile], tokens, place - start, place - start + 1)
 
         @pl.when(i >= 2)
         def _() -> None:
@@ -255,7 +246,7 @@ class Decode:
             weights.append(weight.astype(layout.dot_dtype))
             decays.append(decay)
         for h in heads:
-            values = self.blocks.values(slot, layout.num_tiles - 1 - h, start, n, num_valid)
+            values = self.blocks.values(slot, layout.value_tile(h), start, n, num_valid)
             new = dot(weights[h], values, (1, 0))
             scratch.acc[h] = scratch.acc[h] * jnp.concatenate([decays[h]] * layout.folds, axis=1) + new
 
@@ -263,21 +254,15 @@ class Decode:
         layout, scratch = self.layout, self.scratch
         for h in range(layout.num_tile_heads):
             out = scratch.acc[h] / jnp.sum(scratch.total[h], axis=1, keepdims=True)
-            for fold in range(layout.folds):
-                lanes = out[: layout.rows_per_token, fold * NUM_LANES : (fold + 1) * NUM_LANES]
-                scratch.rows[fold, pl.ds(h * layout.rows_per_token, layout.rows_per_token)] = lanes
+            scratch.rows[pl.ds(h * layout.rows_per_token, layout.rows_per_token)] = out[: layout.rows_per_token]
 
         @pl.when(i >= 2)
         def _() -> None:
             self._send_out(i, 0).wait()
 
-        for fold in range(layout.folds):
-            rows = scratch.rows[fold, pl.ds(0, layout.q_pack * layout.q_words)]
-            rows = rows.astype(jnp.bfloat16) if layout.q_pack == 2 else rows
-            scratch.out_words[i % 2, pl.ds(fold * layout.q_words, layout.q_words)] = pltpu.bitcast(rows, jnp.uint32)
+        scratch.out[i % 2] = scratch.rows[pl.ds(0, layout.q_rows)].astype(layout.io_dtype)
         self._send_out(i, self.cu_q_lens[row]).start()
 
     def _send_out(self, i: Array, token: Array | int) -> Any:
-        layout, slot = self.layout, i % 2
-        out = self.out_hbm.at[pl.ds(pl.multiple_of(token * layout.q_stride, NUM_SUBLANES), layout.q_stride)]
-        return pltpu.make_async_copy(self.scratch.out_words.at[slot], out, self.scratch.out_sems.at[slot])
+        slot = i % 2
+        return pltpu.make_async_copy(self.scratch.out.at[slot], self.out_hbm.at[token], self.scratch.out_sems.at[slot])

@@ -27,13 +27,14 @@ class Attention:
     sliding_window: int | None
     soft_cap: float | None
 
-    @property
-    def query_factor(self) -> float:
-        """What queries are multiplied by for `logits` to do the rest."""
-        return self.sm_scale * LOG2_E if self.soft_cap is None else self.sm_scale / self.soft_cap
+    def scale(self, q_TNH: Array, k_scale_N: Array | None) -> Array:
+        """Queries times what `logits` leaves to them. Here, since it costs nothing where XLA makes the queries."""
+        factor = self.sm_scale * LOG2_E if self.soft_cap is None else self.sm_scale / self.soft_cap
+        factor_N = jnp.full(q_TNH.shape[1], factor, jnp.float32) * (1.0 if k_scale_N is None else k_scale_N)
+        return (q_TNH * factor_N[:, None]).astype(q_TNH.dtype)
 
     def logits(self, scores: Array) -> Array:
-        """The product of keys and queries that `query_factor` is in -> logits of base 2."""
+        """The product of keys and scaled queries -> logits of base 2."""
         return scores if self.soft_cap is None else (self.soft_cap * LOG2_E) * jnp.tanh(scores)
 
     def first_visible(self, position: Array) -> Array:
@@ -153,35 +154,35 @@ class KVBlocks:
 
 
 def put_tokens(
-    layout: Layout, group: Callable[[int], Ref], words: Ref, first_row: Array | int, start: Array, end: Array
+    layout: Layout,
+    group: Callable[[int], Ref],
+    tokens: Callable[[int, int], list[Array]],
+    start: Array,
+    end: Array,
 ) -> None:
     """Puts new tokens into one group of slots of every tile, and leaves the slots outside `start : end` as they are.
 
     Args:
       group: group(tile) is a reference to [group, lanes] in VMEM.
-      words: uint32 [..., 128] in VMEM, new keys and values as `Layout.kv_words_of` makes them.
-      first_row: row of `words` where the token of the group's first slot begins.
+      tokens: tokens(fold, word) is uint32 [8, 128] for each part of a word of the group: the word-th word, of
+        `kv_pack` tiles, of the tokens in the slots `part`, `part + kv_pack`, ...
     """
     pack, bits = layout.kv_pack, 32 // layout.kv_pack
     slot_of_word = lax.broadcasted_iota(jnp.int32, (NUM_SUBLANES, NUM_LANES), 0) * pack
     mask = _slots_between(start - slot_of_word, end - slot_of_word, layout)
     for fold in range(layout.folds):
-        for row in range(layout.kv_words):
-            # The words of `pack` tiles, for the tokens of every pack-th slot.
-            tokens = [
-                words[pl.ds(first_row + part * layout.kv_stride + fold * layout.kv_words + row, NUM_SUBLANES, stride)]
-                for part, stride in ((part, pack * layout.kv_stride) for part in range(pack))
-            ]
-            for tile in range(row * pack, min((row + 1) * pack, layout.num_tiles)):
-                new = _pick(tokens, bits, tile % pack)
-                lanes = pl.ds(fold * NUM_LANES, NUM_LANES)
+        lanes = pl.ds(fold * NUM_LANES, NUM_LANES)
+        for word in range(-(-layout.num_tiles // pack)):
+            words = tokens(fold, word)
+            for tile in range(word * pack, min((word + 1) * pack, layout.num_tiles)):
                 ref = group(tile)
                 old = pltpu.bitcast(ref[:, lanes], jnp.uint32)
-                ref[:, lanes] = pltpu.bitcast((old & ~mask) | (new & mask), layout.kv_dtype)
+                new = (old & ~mask) | (_pick(words, bits, tile % pack) & mask)
+                ref[:, lanes] = pltpu.bitcast(new, layout.kv_dtype)
 
 
 def _pick(tokens: list[Array], bits: int, part: int) -> Array:
-    """The `part`-th field of each token's word, next to each other: a word of `len(tokens)` slots of one tile."""
+    """The part-th field of each token's word, next to each other: a word of `len(tokens)` slots of one tile."""
     if len(tokens) == 1:
         return tokens[0]
     field = jnp.uint32((1 << bits) - 1)
@@ -199,3 +200,29 @@ def _slots_between(start: Array, end: Array, layout: Layout) -> Array:
         field = jnp.uint32(((1 << bits) - 1) << (bits * slot))
         mask |= jnp.where((start <= slot) & (slot < end), field, jnp.uint32(0))
     return mask
+
+
+def zero_tokens(out: Ref, start: Array, zeros: Ref, sem: Ref) -> None:
+    """Zeros from the start-th token of `out` to its end; `zeros` is a scratch of some tokens."""
+    size, num_tokens = zeros.shape[0], out.shape[0]
+
+    def copy(token: Array | int, count: Array | int) -> Any:
+        return pltpu.make_async_copy(zeros.at[pl.ds(0, count)], out.at[pl.ds(token, count)], sem)
+
+    @pl.when(start < num_tokens)
+    def _() -> None:
+        zeros[...] = jnp.zeros_like(zeros)
+        rest = (num_tokens - start) % size
+
+        @pl.when(rest > 0)
+        def _() -> None:
+            copy(start, rest).start()
+            copy(start, rest).wait()
+
+        @pl.loop(0, (num_tokens - start) // size)
+        def _(i: Array) -> None:
+            copy(start + rest + i * size, size).start()
+
+        @pl.loop(0, (num_tokens - start) // size)
+        def _(_: Array) -> None:
+            copy(0, size).wait()
