@@ -167,6 +167,22 @@ def _list_rows(is_listed_S: Array) -> tuple[Array, Array]:
     return rows, place_S[-1:] + 1
 
 
+def _scratch(layout: Layout, blocks: Blocks, table_rows: int, decode_only: bool) -> list:
+    """What the kernel has in VMEM and SMEM, in the order in which its body takes it."""
+    scratch = [
+        pltpu.VMEM((ZEROED_TOKENS, layout.q_rows, layout.lanes), layout.io_dtype),
+        pltpu.SemaphoreType.DMA,
+        pltpu.SMEM((PageTable.SLOTS, table_rows, NUM_LANES), jnp.int32),
+        pltpu.SemaphoreType.DMA((PageTable.SLOTS,)),
+        *KVBlocks.scratch(layout, blocks.decode_fetch),
+        *DecodeScratch.shapes(layout),
+    ]
+    if not decode_only:
+        scratch += KVBlocks.scratch(layout, blocks.chunk_fetch)
+        scratch += ChunkScratch.shapes(layout, blocks.chunk_queries, blocks.chunk_tokens)
+    return scratch
+
+
 def _kernel(layout: Layout, attention: Attention, blocks: Blocks, *, has_sinks: bool, decode_only: bool) -> Callable:
     """The Pallas call, made for its arguments' shapes when called."""
 
@@ -221,19 +237,6 @@ def _kernel(layout: Layout, attention: Attention, blocks: Blocks, *, has_sinks: 
     def call(scalars: list[Array], arrays: list[Array], sinks: list[Array], pages: Array) -> tuple[Array, Array]:
         table, q, _ = arrays
         in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-        scratch = [
-            pltpu.VMEM((ZEROED_TOKENS, layout.q_rows, layout.lanes), layout.io_dtype),
-            pltpu.SemaphoreType.DMA,
-            pltpu.SMEM((PageTable.SLOTS, *table.shape[1:]), jnp.int32),
-            pltpu.SemaphoreType.DMA((PageTable.SLOTS,)),
-            *KVBlocks.scratch(layout, blocks.decode_fetch),
-            *DecodeScratch.shapes(layout),
-        ]
-        if not decode_only:
-            scratch += [
-                *KVBlocks.scratch(layout, blocks.chunk_fetch),
-                *ChunkScratch.shapes(layout, blocks.chunk_queries, blocks.chunk_tokens),
-            ]
         return pl.pallas_call(
             body,
             out_shape=(jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(pages.shape, pages.dtype)),
@@ -242,7 +245,7 @@ def _kernel(layout: Layout, attention: Attention, blocks: Blocks, *, has_sinks: 
                 grid=(1,),
                 in_specs=[in_hbm] * len(arrays) + [pl.BlockSpec(memory_space=pltpu.VMEM)] * len(sinks) + [in_hbm],
                 out_specs=(in_hbm, in_hbm),
-                scratch_shapes=scratch,
+                scratch_shapes=_scratch(layout, blocks, table.shape[1], decode_only),
             ),
             input_output_aliases={len(scalars) + len(arrays) + len(sinks): 1},
             compiler_params=pltpu.CompilerParams(

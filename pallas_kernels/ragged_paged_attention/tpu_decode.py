@@ -196,21 +196,23 @@ class Decode:
         return pltpu.make_async_copy(self.scratch.written.at[i % 2], group, self.scratch.written_sems.at[i % 2])
 
     def _attend_block(self, kv_len: Array, first_page: Array, slot: Array) -> None:
-        """Only tokens at the end, or at the start of a window, need a mask."""
-        page_size = self.layout.page_size
+        """In parts of `num_tokens`. Only that of the end, and that where a window starts, need a mask."""
+        n, page_size = self.num_tokens, self.layout.page_size
         position = first_page * page_size
         num_valid = jnp.minimum(kv_len - position, self.blocks.num_pages * page_size)
-        num_whole = num_valid // self.num_tokens if self.attention.sliding_window is None else 0
+        num_hidden = jnp.maximum(self.attention.first_visible(kv_len - 1) - position, 0)
+        first, first_whole = num_hidden // n, (num_hidden + n - 1) // n
+        end_whole = jnp.maximum(num_valid // n, first_whole)
+        num_before = first_whole - first
 
-        if self.attention.sliding_window is None:
-
-            @pl.loop(0, num_whole)
-            def _(c: Array) -> None:
-                self._attend(slot, c * self.num_tokens, position, kv_len, masked=False)
-
-        @pl.loop(num_whole, (num_valid + self.num_tokens - 1) // self.num_tokens)
+        @pl.loop(first_whole, end_whole)
         def _(c: Array) -> None:
-            self._attend(slot, c * self.num_tokens, position, kv_len, masked=True)
+            self._attend(slot, c * n, position, kv_len, masked=False)
+
+        @pl.loop(0, num_before + (num_valid + n - 1) // n - end_whole)
+        def _(c: Array) -> None:
+            c = jnp.where(c < num_before, first, end_whole + c - num_before)
+            self._attend(slot, c * n, position, kv_len, masked=True)
 
     def _attend(self, slot: Array, start: Array, position: Array, kv_len: Array, *, masked: bool) -> None:
         """All heads over `num_tokens` tokens, from the start-th of a block whose first has `position`.

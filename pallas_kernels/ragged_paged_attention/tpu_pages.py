@@ -15,6 +15,7 @@ LOG2_E = 1.4426950408889634
 MASKED = -1e30  # Finite: what a row that has seen nothing yet adds up, exp2(0), the first real score wipes out.
 
 KV_SLOTS = 3  # Blocks of pages in VMEM: one on its way, one at hand, one whose values may still be wanted.
+UNROLLED_FETCHES = 8  # Of pages, so that the scalar unit works on several addresses at a time.
 
 Ref = Any
 
@@ -124,10 +125,22 @@ class KVBlocks:
     def start(self, i: Array, first_page: Array, end_page: Array, slot: Array) -> None:
         """Begins to fetch a block of the i-th row that starts at its `first_page`; no page from `end_page` on."""
 
-        @pl.loop(0, jnp.minimum(end_page - first_page, self.num_pages))
-        def _(p: Array) -> None:
+        count = jnp.minimum(end_page - first_page, self.num_pages)
+
+        def start_page(p: Array) -> None:
             page = self.table.page(i, first_page + p)
             pltpu.make_async_copy(self.pages.at[page], self.buffer.at[slot, p], self.sems.at[slot]).start()
+
+        unroll = min(UNROLLED_FETCHES, self.num_pages)
+
+        @pl.loop(0, count // unroll)
+        def _(c: Array) -> None:
+            for p in range(unroll):
+                start_page(c * unroll + p)
+
+        @pl.loop(count // unroll * unroll, count)
+        def _(p: Array) -> None:
+            start_page(p)
 
     def wait(self, first_page: Array, end_page: Array, slot: Array) -> None:
         block = self.buffer.at[slot, pl.ds(0, jnp.minimum(end_page - first_page, self.num_pages))]
