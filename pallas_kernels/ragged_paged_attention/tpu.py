@@ -1,4 +1,4 @@
-"""Ragged paged attention for TPUs, in Pallas: one kernel for every mix of rows. `docs/kernels.md` tells how it works."""
+"""Ragged paged attention for TPUs, in Pallas: one kernel for every mix of rows. `docs/kernels.md` explains it."""
 
 import dataclasses
 from collections.abc import Callable
@@ -147,7 +147,7 @@ def ragged_paged_attention(
 
 
 def _sinks(layout: Layout, blocks: Blocks, sinks_N: Array, decode_only: bool) -> list[Array]:
-    """Logits of base 2, as each body has its rows: [tile heads, rows, 128], and [tile heads, 1, rows] for all tokens."""
+    """Logits of base 2, as each body has its rows: [tile heads, rows, 128], and [tile heads, 1, rows of a tile]."""
     sinks = layout.sinks(sinks_N) * LOG2_E
     num_rows = round_up(layout.rows_per_token, NUM_SUBLANES)
     padded = jnp.pad(sinks, ((0, 0), (0, num_rows - layout.rows_per_token)))

@@ -405,7 +405,7 @@ class Chunks:
         return lax.fori_loop(0, (num_items + UNROLL - 1) // UNROLL, run, last_items)
 
     def _needs_mask(self, item: Item, span: Span) -> Array:
-        """Whether some query of the tile does not see some key of the item: at the diagonal, and where a window ends."""
+        """Whether a query of the tile does not see a key of the item: at the diagonal, and where a window starts."""
         needs_mask = item.key + self.num_tokens - 1 > span.query
         if self.attention.sliding_window is not None:
             needs_mask |= self.attention.first_visible(span.query + self.num_queries - 1) > item.key

@@ -78,7 +78,7 @@ class PageTable:
         return self.smem[i % self.SLOTS, p // NUM_LANES, p % NUM_LANES]
 
     def for_each_row(self, rows: Ref, count: Array, body: Callable[[Array, Array, Any], Any], carry: Any) -> None:
-        """Calls `carry = body(i, row, carry)` for the rows of a list, with the tables of the i-th and the next there."""
+        """Calls `carry = body(i, row, carry)` for the rows of a list; the tables of the i-th and the next are there."""
 
         @pl.when(count > 0)
         def _():
@@ -217,7 +217,8 @@ def _slots_between(start: Array, end: Array, layout: Layout) -> Array:
 
 def zero_tokens(out: Ref, start: Array, zeros: Ref, sem: Ref) -> None:
     """Zeros from the start-th token of `out` to its end; `zeros` is a scratch of some tokens."""
-    size, num_tokens = zeros.shape[0], out.shape[0]
+    num_tokens = out.shape[0]
+    size = min(zeros.shape[0], num_tokens)
 
     def copy(token: Array | int, count: Array | int) -> Any:
         return pltpu.make_async_copy(zeros.at[pl.ds(0, count)], out.at[pl.ds(token, count)], sem)
