@@ -6,7 +6,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PYTHON ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo install dev libtpu test lint notebooks bench bench-host bench-peers clean
+.PHONY: help demo install dev libtpu test test-nightly lint notebooks bench bench-host bench-peers clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
@@ -26,6 +26,9 @@ libtpu: .libtpu/.installed  ## the TPU's compiler, to compile for TPUs without o
 
 test: dev libtpu  ## run the tests
 	$(BIN)/pytest
+
+test-nightly: dev libtpu  ## run the tests that take long too
+	$(BIN)/pytest -m "nightly or not nightly"
 
 lint: dev  ## style, types and who may import whom
 	$(BIN)/ruff check .

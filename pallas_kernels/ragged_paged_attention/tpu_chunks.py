@@ -429,13 +429,14 @@ class Chunks:
         layout, scratch, h = self.layout, self.scratch, item.head
         logits = self.attention.logits((scratch.scores_0, scratch.scores_1)[buffer][...])
         if masked:
-            key = lax.broadcasted_iota(jnp.int32, logits.shape, 0)
-            row = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+            # The last key that each query sees, counted from the item's first: one row for all keys.
+            row = lax.broadcasted_iota(jnp.int32, (1, logits.shape[1]), 1)
             token = row % (self.num_queries * layout.q_pack) // layout.q_pack
-            distance = token - key + (span.query - item.key)
-            visible = distance >= 0
+            last = token + (span.query - item.key)
+            key = lax.broadcasted_iota(jnp.int32, logits.shape, 0)
+            visible = key <= last
             if self.attention.sliding_window is not None:
-                visible &= distance < self.attention.sliding_window
+                visible &= key > last - self.attention.sliding_window
             logits = jnp.where(visible, logits, MASKED)
         old_max = scratch.max[h]
         new_max = jnp.maximum(old_max, jnp.max(logits, axis=0, keepdims=True))
