@@ -10,13 +10,20 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxllm.pallas_kernels.ragged_paged_attention import tpu_blocks
+from jaxllm.pallas_kernels.ragged_paged_attention import tpu_blocks, tpu_chip
 from jaxllm.pallas_kernels.ragged_paged_attention.pages import to_cache_dtype
 from jaxllm.pallas_kernels.ragged_paged_attention.tpu_blocks import Blocks
 from jaxllm.pallas_kernels.ragged_paged_attention.tpu_chunks import Chunks, ChunkScratch
 from jaxllm.pallas_kernels.ragged_paged_attention.tpu_decode import Decode, DecodeScratch
 from jaxllm.pallas_kernels.ragged_paged_attention.tpu_layout import NUM_LANES, NUM_SUBLANES, Layout, round_up
-from jaxllm.pallas_kernels.ragged_paged_attention.tpu_pages import LOG2_E, Attention, KVBlocks, PageTable, zero_tokens
+from jaxllm.pallas_kernels.ragged_paged_attention.tpu_pages import (
+    LOG2_E,
+    Attention,
+    KVBlocks,
+    PageTable,
+    RowList,
+    zero_tokens,
+)
 
 ZEROED_TOKENS = 16  # Tokens of padding that one copy sets to zero.
 
@@ -186,6 +193,8 @@ def _scratch(layout: Layout, blocks: Blocks, table_rows: int, decode_only: bool)
 def _kernel(layout: Layout, attention: Attention, blocks: Blocks, *, has_sinks: bool, decode_only: bool) -> Callable:
     """The Pallas call, made for its arguments' shapes when called."""
 
+    num_cores = tpu_chip.num_cores()
+
     def body(*refs: Any) -> None:
         refs = iter(refs)
         kv_lens, cu_q_lens, num_seqs, decodes, num_decodes = (next(refs) for _ in range(5))
@@ -194,7 +203,9 @@ def _kernel(layout: Layout, attention: Attention, blocks: Blocks, *, has_sinks: 
         decode_sinks = next(refs) if has_sinks else None
         chunk_sinks = next(refs) if has_sinks and not decode_only else None
         _, out, pages = (next(refs) for _ in range(3))  # The pages come in where they go out.
-        zero_tokens(out, cu_q_lens[num_seqs[0]], next(refs), next(refs))
+        core = pl.program_id(0)
+        padding = jnp.where(core == 0, cu_q_lens[num_seqs[0]], out.shape[0])
+        zero_tokens(out, padding, next(refs), next(refs))
         page_table = PageTable(table, next(refs), next(refs))
 
         def kv_blocks() -> KVBlocks:
@@ -213,8 +224,9 @@ def _kernel(layout: Layout, attention: Attention, blocks: Blocks, *, has_sinks: 
             blocks=kv_blocks(),
             scratch=DecodeScratch(*(next(refs) for _ in dataclasses.fields(DecodeScratch))),
         )
+        decode_rows = RowList(decodes, num_decodes[0], core, num_cores)
         if decode_only:
-            decode.run(decodes, num_decodes[0])
+            decode.run(decode_rows)
             return
         chunk = Chunks(
             layout=layout,
@@ -230,9 +242,10 @@ def _kernel(layout: Layout, attention: Attention, blocks: Blocks, *, has_sinks: 
             blocks=kv_blocks(),
             scratch=ChunkScratch(*(next(refs) for _ in dataclasses.fields(ChunkScratch))),
         )
-        chunk.write(chunks, num_chunks[0])
-        decode.run(decodes, num_decodes[0])
-        chunk.attend(chunks, num_chunks[0])
+        chunk_rows = RowList(chunks, num_chunks[0], core, num_cores)
+        chunk.write(chunk_rows)
+        decode.run(decode_rows)
+        chunk.attend(chunk_rows)
 
     def call(scalars: list[Array], arrays: list[Array], sinks: list[Array], pages: Array) -> tuple[Array, Array]:
         table, q, _ = arrays
@@ -242,14 +255,17 @@ def _kernel(layout: Layout, attention: Attention, blocks: Blocks, *, has_sinks: 
             out_shape=(jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(pages.shape, pages.dtype)),
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=len(scalars),
-                grid=(1,),
+                grid=(num_cores,),
                 in_specs=[in_hbm] * len(arrays) + [pl.BlockSpec(memory_space=pltpu.VMEM)] * len(sinks) + [in_hbm],
                 out_specs=(in_hbm, in_hbm),
                 scratch_shapes=_scratch(layout, blocks, table.shape[1], decode_only),
             ),
             input_output_aliases={len(scalars) + len(arrays) + len(sinks): 1},
             compiler_params=pltpu.CompilerParams(
-                vmem_limit_bytes=64 << 20, disable_bounds_checks=True, fuse_transposed_lhs_in_matmul=True
+                dimension_semantics=(pltpu.PARALLEL,),
+                vmem_limit_bytes=64 << 20,
+                disable_bounds_checks=True,
+                fuse_transposed_lhs_in_matmul=True,
             ),
             name="ragged_paged_attention_decode" if decode_only else "ragged_paged_attention",
         )(*scalars, *arrays, *sinks, pages)

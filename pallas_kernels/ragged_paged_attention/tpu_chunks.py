@@ -28,6 +28,7 @@ from jaxllm.pallas_kernels.ragged_paged_attention.tpu_pages import (
     Attention,
     KVBlocks,
     Ref,
+    RowList,
     dot,
     put_tokens,
 )
@@ -132,20 +133,20 @@ class Chunks:
 
     # Writing.
 
-    def write(self, rows: Ref, count: Array) -> None:
+    def write(self, rows: RowList) -> None:
         """Puts the new tokens of every row of the list into their pages."""
         scratch = self.scratch
         for slot in range(WRITE_SLOTS):
             scratch.num_written[slot] = 0
 
         def row(i: Array, row: Array, number: Array) -> Array:
-            return self._write_row(rows, count, i, row, number)
+            return self._write_row(rows, i, row, number)
 
-        self.blocks.table.for_each_row(rows, count, row, jnp.int32(0))
+        self.blocks.table.for_each_row(rows, row, jnp.int32(0))
         for slot in range(WRITE_SLOTS):
             self._wait_written(slot)
 
-    def _write_row(self, rows: Ref, count: Array, i: Array, row: Array, number: Array) -> Array:
+    def _write_row(self, rows: RowList, i: Array, row: Array, number: Array) -> Array:
         page_size = self.layout.page_size
         start, end = self._new_positions(row)
         first, last = start // page_size, (end - 1) // page_size
@@ -164,7 +165,7 @@ class Chunks:
             def _() -> None:
                 self._start_page(i, row, p + 1, next_slot)
 
-            @pl.when((p == last) & (i + 1 < count))
+            @pl.when((p == last) & (i + 1 < rows.count))
             def _() -> None:
                 next_row = rows[i + 1]
                 self._start_page(i + 1, next_row, self._new_positions(next_row)[0] // page_size, next_slot)
@@ -258,7 +259,7 @@ class Chunks:
 
     # Attending.
 
-    def attend(self, rows: Ref, count: Array) -> None:
+    def attend(self, rows: RowList) -> None:
         """Attends for every row of the list, whose keys and values are all in their pages."""
         scratch = self.scratch
         for slot in range(2):
@@ -272,11 +273,11 @@ class Chunks:
                 self.blocks.start(0, first, end, 0)
 
             def tile(t: Array, numbers: tuple[Array, Array]) -> tuple[Array, Array]:
-                return self._attend_tile(rows, count, i, row, t, *numbers)
+                return self._attend_tile(rows, i, row, t, *numbers)
 
             return lax.fori_loop(0, self._num_tiles(row), tile, numbers)
 
-        self.blocks.table.for_each_row(rows, count, row, (jnp.int32(0), jnp.int32(0)))
+        self.blocks.table.for_each_row(rows, row, (jnp.int32(0), jnp.int32(0)))
         for slot in range(2):
             self._wait_out(slot)
 
@@ -303,15 +304,15 @@ class Chunks:
         )
 
     def _attend_tile(
-        self, rows: Ref, count: Array, i: Array, row: Array, t: Array, tile: Array, block: Array
+        self, rows: RowList, i: Array, row: Array, t: Array, tile: Array, block: Array
     ) -> tuple[Array, Array]:
         """The t-th tile of the i-th row: the tile-th of the step, and its first block is the block-th."""
         first, end = self._pages(row, t)
         num_blocks = (end - first + self.blocks.num_pages - 1) // self.blocks.num_pages
         is_last_tile = t + 1 == self._num_tiles(row)
-        has_next = ~is_last_tile | (i + 1 < count)
+        has_next = ~is_last_tile | (i + 1 < rows.count)
         next_i = jnp.where(is_last_tile, i + 1, i)
-        next_row = jnp.where(has_next, rows[jnp.minimum(next_i, count - 1)], row)
+        next_row = jnp.where(has_next, rows[jnp.minimum(next_i, rows.count - 1)], row)
         next_t = jnp.where(is_last_tile, 0, t + 1)
 
         @pl.when(has_next)

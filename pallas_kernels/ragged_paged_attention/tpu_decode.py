@@ -20,6 +20,7 @@ from jaxllm.pallas_kernels.ragged_paged_attention.tpu_pages import (
     Attention,
     KVBlocks,
     Ref,
+    RowList,
     dot,
     put_tokens,
 )
@@ -78,21 +79,21 @@ class Decode:
     blocks: KVBlocks
     scratch: DecodeScratch
 
-    def run(self, rows: Ref, count: Array) -> None:
+    def run(self, rows: RowList) -> None:
         """Attends for every row of the list."""
 
         def row(i: Array, row: Array, block: Array) -> Array:
-            return self._row(rows, count, i, row, block)
+            return self._row(rows, i, row, block)
 
-        self.blocks.table.for_each_row(rows, count, row, jnp.int32(0))
+        self.blocks.table.for_each_row(rows, row, jnp.int32(0))
         for back in (2, 1):
 
-            @pl.when(count >= back)
+            @pl.when(rows.count >= back)
             def _(back: int = back) -> None:
-                self._send_out(count - back, 0).wait()
-                self._send_written(count - back, 0, 0).wait()
+                self._send_out(rows.count - back, 0).wait()
+                self._send_written(rows.count - back, 0, 0).wait()
 
-    def _row(self, rows: Ref, count: Array, i: Array, row: Array, block: Array) -> Array:
+    def _row(self, rows: RowList, i: Array, row: Array, block: Array) -> Array:
         """Attends for the i-th row, whose first block is on its way and is the block-th of the step."""
         kv_len = self.kv_lens[row]
         first, end = self._pages(row)
@@ -103,7 +104,7 @@ class Decode:
             self._fetch_token(i, row)
             self.blocks.start(i, first, end, block % KV_SLOTS)
 
-        @pl.when(i + 1 < count)
+        @pl.when(i + 1 < rows.count)
         def _() -> None:
             self._fetch_token(i + 1, rows[i + 1])
 
@@ -120,7 +121,7 @@ class Decode:
             def _() -> None:
                 self.blocks.start(i, first_page + self.blocks.num_pages, end, next_slot)
 
-            @pl.when((b + 1 == num_blocks) & (i + 1 < count))
+            @pl.when((b + 1 == num_blocks) & (i + 1 < rows.count))
             def _() -> None:
                 next_first, next_end = self._pages(rows[i + 1])
                 self.blocks.start(i + 1, next_first, next_end, next_slot)

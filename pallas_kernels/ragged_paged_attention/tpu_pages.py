@@ -53,6 +53,23 @@ def dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
+class RowList:
+    """Rows of the step that are of one kind: every `num_cores`-th, for this core."""
+
+    rows: Ref  # SMEM int32 [S]
+    total: Array  # Of all cores.
+    core: Array
+    num_cores: int
+
+    @property
+    def count(self) -> Array:
+        return (self.total - self.core + self.num_cores - 1) // self.num_cores
+
+    def __getitem__(self, i: Array | int) -> Array:
+        return self.rows[i * self.num_cores + self.core]
+
+
+@dataclasses.dataclass(frozen=True)
 class PageTable:
     """Rows of the page table, brought to SMEM before their turn: the whole table may be larger than SMEM.
 
@@ -77,8 +94,10 @@ class PageTable:
     def page(self, i: Array, p: Array) -> Array:
         return self.smem[i % self.SLOTS, p // NUM_LANES, p % NUM_LANES]
 
-    def for_each_row(self, rows: Ref, count: Array, body: Callable[[Array, Array, Any], Any], carry: Any) -> None:
+    def for_each_row(self, rows: RowList, body: Callable[[Array, Array, Any], Any], carry: Any) -> None:
         """Calls `carry = body(i, row, carry)` for the rows of a list; the tables of the i-th and the next are there."""
+
+        count = rows.count
 
         @pl.when(count > 0)
         def _():

@@ -1,0 +1,26 @@
+"""The chip that a kernel is being made for."""
+
+from jax.experimental.pallas import tpu as pltpu
+
+# What is simulated on a CPU, unless the mesh describes a chip.
+SIMULATED_VMEM_BYTES = 64 << 20
+
+
+def this_chip() -> pltpu.TpuInfo | None:
+    """What JAX knows of the mesh's TPU, described or real, or of the default device; None where there is no TPU."""
+    try:
+        return pltpu.get_tpu_info()
+    except ValueError:  # A CPU that simulates a TPU.
+        return None
+
+
+def num_cores() -> int:
+    """Cores that share the memory of a device: two on v5p, where a program runs on both."""
+    chip = this_chip()
+    return 1 if chip is None else chip.num_cores
+
+
+def vmem_bytes() -> int:
+    """Of each core."""
+    chip = this_chip()
+    return SIMULATED_VMEM_BYTES if chip is None else chip.vmem_capacity_bytes
