@@ -269,8 +269,10 @@ class Chunks:
             @pl.when(i == 0)
             def _() -> None:
                 self._copy_q(row, 0, 0).start()
-                first, end = self._pages(row, 0)
-                self.blocks.start(0, first, end, 0)
+                self.blocks.start(0, *self._pages(row, 0), 0)
+                self._start_sums()
+                self._copy_q(row, 0, 0).wait()
+                self._lay_queries(0)
 
             def tile(t: Array, numbers: tuple[Array, Array]) -> tuple[Array, Array]:
                 return self._attend_tile(rows, i, row, t, *numbers)
@@ -319,8 +321,6 @@ class Chunks:
         def _() -> None:
             self._copy_q(next_row, next_t, 1 - tile % 2).start()
 
-        self._copy_q(row, t, tile % 2).wait()
-        self._begin(tile % 2)
         start, row_end = self._new_positions(row)
         query = start + t * self.num_queries
         tile_end = jnp.minimum(query + self.num_queries, row_end)
@@ -343,14 +343,22 @@ class Chunks:
             return self._attend_block(span, first_page * self.layout.page_size, slot, last_items)
 
         older, newer = lax.fori_loop(0, num_blocks, attend_block, (none, none))
+
+        @pl.when(has_next)
+        def _() -> None:
+            self._copy_q(next_row, next_t, 1 - tile % 2).wait()
+
+        # The next tile's queries are laid out (if there is one) while the last items are brought to their end.
         self._add_values(older, 0, span, masked=True)
         self._softmax(newer, 1, span, masked=True)
+        self._lay_queries(1 - tile % 2)
         self._add_values(newer, 1, span, masked=True)
+        self._wait_out(tile % 2)
         self._finish(row, t, tile % 2)
         return tile + 1, block + num_blocks
 
-    def _begin(self, slot: Array) -> None:
-        """Lays a tile's queries by head, and starts the running maxima and sums."""
+    def _lay_queries(self, slot: Array | int) -> None:
+        """Puts the rows of each tile head together: [queries, q_rows] -> [tile heads, rows]."""
         layout, scratch = self.layout, self.scratch
         for fold in range(layout.folds):
             rows = scratch.q_in[slot, :, :, pl.ds(fold * NUM_LANES, NUM_LANES)].reshape(-1, NUM_LANES)
@@ -361,13 +369,15 @@ class Chunks:
                 words = [scratch.words[fold, self._words(h, j)] for fold in range(layout.folds)]
                 rows = jnp.concatenate([pltpu.bitcast(x, layout.io_dtype) for x in words], axis=1)
                 scratch.q[h, pl.ds(j * num_rows, num_rows)] = rows.astype(layout.dot_dtype)
-        heads = pl.ds(0, layout.num_tile_heads)
+
+    def _start_sums(self) -> None:
+        scratch = self.scratch
         scratch.acc[...] = jnp.zeros_like(scratch.acc)
         if self.sinks is None:
             scratch.max[...] = jnp.full_like(scratch.max, MASKED)
             scratch.total[...] = jnp.zeros_like(scratch.total)
         else:
-            scratch.max[heads] = self.sinks[...]
+            scratch.max[pl.ds(0, self.layout.num_tile_heads)] = self.sinks[...]
             scratch.total[...] = jnp.ones_like(scratch.total)
 
     def _words(self, h: int, j: int) -> Any:
@@ -456,8 +466,8 @@ class Chunks:
         scratch.acc[h] = scratch.acc[h] * (scratch.decay_0, scratch.decay_1)[buffer][...] + new
 
     def _finish(self, row: Array, t: Array, slot: Array) -> None:
+        """Sends the output of a tile, and makes ready for the sums of the next."""
         layout, scratch = self.layout, self.scratch
-        self._wait_out(slot)
         num_rows = self.num_queries * layout.q_pack
         for h in range(layout.num_tile_heads):
             out = (scratch.acc[h] * (1.0 / scratch.total[h])).astype(layout.io_dtype).T
@@ -468,6 +478,7 @@ class Chunks:
         for fold in range(layout.folds):
             rows = pltpu.bitcast(scratch.words[fold], layout.io_dtype).reshape(-1, layout.q_rows, NUM_LANES)
             scratch.out[slot, :, :, pl.ds(fold * NUM_LANES, NUM_LANES)] = rows
+        self._start_sums()
         num_tokens = self._num_queries(row, t)
         scratch.num_out[slot] = num_tokens
         self._send_out(self.cu_q_lens[row] + t * self.num_queries, num_tokens, slot).start()
