@@ -1,8 +1,6 @@
 """Ragged paged attention for TPUs, in Pallas: one kernel for every mix of rows. `docs/kernels.md` explains it."""
 
-import dataclasses
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +18,9 @@ from jaxllm.pallas_kernels.ragged_paged_attention.tpu_pages import (
     LOG2_E,
     Attention,
     KVBlocks,
+    KVScratch,
     PageTable,
+    Ref,
     RowList,
     zero_tokens,
 )
@@ -32,7 +32,8 @@ PAGE_SIZES = (16, 32, 64, 128, 256)
 MAX_HEAD_DIM = 256
 MAX_ROWS_PER_KV_HEAD = 16
 KV_DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")
-MAX_TABLE_ROW_BYTES = 64 << 10  # PageTable.SLOTS of them are in SMEM, whose 1 MiB also holds what all rows have.
+MAX_PAGES_PER_SEQ = 16_384  # PageTable.SLOTS times that, and four numbers for each sequence, are in SMEM, of 1 MiB.
+MAX_SEQS = 16_384
 
 
 def kv_cache_shape(
@@ -43,7 +44,8 @@ def kv_cache_shape(
 
 
 def pages_from_tokens(kv_BC2KH: Array) -> Array:
-    layout = _cache_layout(kv_BC2KH.shape[1], *kv_BC2KH.shape[3:], kv_BC2KH.dtype)
+    _, page_size, _, num_kv_heads, head_dim = kv_BC2KH.shape
+    layout = _cache_layout(page_size, num_kv_heads, head_dim, kv_BC2KH.dtype)
     return jnp.swapaxes(layout.tiles(kv_BC2KH[:, :, 0], kv_BC2KH[:, :, 1]), 1, 2)
 
 
@@ -96,12 +98,14 @@ def validate(q_TNH: Array, k_TKH: Array, kv_pages: Array, page_table_SP: Array) 
         raise ValueError(
             f"kv_pages has shape {kv_pages.shape}; make it with kv_cache_shape: {layout.page_shape} a page"
         )
-    max_pages = MAX_TABLE_ROW_BYTES // 4
-    if (P := page_table_SP.shape[1]) > max_pages:
+    S, P = page_table_SP.shape
+    if P > MAX_PAGES_PER_SEQ:
         raise ValueError(
-            f"the page table has {P:,} pages for each sequence; the TPU kernel takes at most {max_pages:,}, which are "
-            f"{max_pages * layout.page_size:,} tokens: take larger pages"
+            f"the page table has {P:,} pages for each sequence; the TPU kernel takes at most {MAX_PAGES_PER_SEQ:,}, which "
+            f"are {MAX_PAGES_PER_SEQ * layout.page_size:,} tokens: take larger pages"
         )
+    if S > MAX_SEQS:
+        raise ValueError(f"the page table has {S:,} sequences; the TPU kernel takes at most {MAX_SEQS:,} in a step")
 
 
 def ragged_paged_attention(
@@ -136,16 +140,19 @@ def ragged_paged_attention(
     )
     table = jnp.pad(page_table_SP, ((0, 0), (0, -P % NUM_LANES))).reshape(S, -1, NUM_LANES)
     if decode_only:
-        rows = [jnp.arange(S, dtype=jnp.int32), num_seqs]
+        rows = Rows(kv_lens_S, cu_q_lens, num_seqs, jnp.arange(S, dtype=jnp.int32), num_seqs, None, None)
     else:
         q_lens_S = jnp.where(jnp.arange(S) < num_seqs[0], cu_q_lens[1:] - cu_q_lens[:-1], 0)
-        rows = [*_list_rows(q_lens_S == 1), *_list_rows(q_lens_S > 1)]
-    sinks = [] if sinks_N is None else _sinks(layout, blocks, sinks_N, decode_only)
-
-    kernel = _kernel(layout, attention, blocks, has_sinks=bool(sinks), decode_only=decode_only)
-    out, kv_pages = kernel(
-        [kv_lens_S, cu_q_lens, num_seqs, *rows], [table, layout.rows(q_TNH), layout.new_rows(tiles)], sinks, kv_pages
+        rows = Rows(kv_lens_S, cu_q_lens, num_seqs, *_list_rows(q_lens_S == 1), *_list_rows(q_lens_S > 1))
+    arrays = Arrays(
+        table=table,
+        q=layout.rows(q_TNH),
+        new=layout.new_rows(tiles),
+        decode_sinks=None if sinks_N is None else _decode_sinks(layout, sinks_N),
+        chunk_sinks=None if sinks_N is None or decode_only else _chunk_sinks(layout, blocks, sinks_N),
+        pages=kv_pages,
     )
+    out, kv_pages = _call(layout, attention, blocks, rows, arrays)
 
     out_TNH = layout.out_heads(out)
     if v_scale_K is not None:
@@ -153,16 +160,18 @@ def ragged_paged_attention(
     return out_TNH, kv_pages
 
 
-def _sinks(layout: Layout, blocks: Blocks, sinks_N: Array, decode_only: bool) -> list[Array]:
-    """Logits of base 2, as each body has its rows: [tile heads, rows, 128], and [tile heads, 1, rows of a tile]."""
-    sinks = layout.sinks(sinks_N) * LOG2_E
+def _decode_sinks(layout: Layout, sinks_N: Array) -> Array:
+    """Logits of base 2, float32 [tile heads, rows, 128], the same in all lanes."""
     num_rows = round_up(layout.rows_per_token, NUM_SUBLANES)
-    padded = jnp.pad(sinks, ((0, 0), (0, num_rows - layout.rows_per_token)))
-    decode = jnp.broadcast_to(padded[:, :, None], (*padded.shape, NUM_LANES))
-    if decode_only:
-        return [decode]
-    words = sinks.reshape(layout.num_tile_heads, layout.words_per_tile_head, layout.q_pack)
-    return [decode, jnp.tile(words, (1, 1, blocks.chunk_queries)).reshape(layout.num_tile_heads, 1, -1)]
+    sinks = jnp.pad(layout.sinks(sinks_N) * LOG2_E, ((0, 0), (0, num_rows - layout.rows_per_token)))
+    return jnp.broadcast_to(sinks[:, :, None], (*sinks.shape, NUM_LANES))
+
+
+def _chunk_sinks(layout: Layout, blocks: Blocks, sinks_N: Array) -> Array:
+    """Logits of base 2, float32 [tile heads, 1, rows], in the order of the rows of a tile of queries."""
+    words = layout.sinks(sinks_N) * LOG2_E
+    words = words.reshape(layout.num_tile_heads, layout.words_per_tile_head, layout.q_pack)
+    return jnp.tile(words, (1, 1, blocks.chunk_queries)).reshape(layout.num_tile_heads, 1, -1)
 
 
 def _list_rows(is_listed_S: Array) -> tuple[Array, Array]:
@@ -174,100 +183,133 @@ def _list_rows(is_listed_S: Array) -> tuple[Array, Array]:
     return rows, place_S[-1:] + 1
 
 
-def _scratch(layout: Layout, blocks: Blocks, table_rows: int, decode_only: bool) -> list:
-    """What the kernel has in VMEM and SMEM, in the order in which its body takes it."""
-    scratch = [
-        pltpu.VMEM((ZEROED_TOKENS, layout.q_rows, layout.lanes), layout.io_dtype),
-        pltpu.SemaphoreType.DMA,
-        pltpu.SMEM((PageTable.SLOTS, table_rows, NUM_LANES), jnp.int32),
-        pltpu.SemaphoreType.DMA((PageTable.SLOTS,)),
-        *KVBlocks.scratch(layout, blocks.decode_fetch),
-        *DecodeScratch.shapes(layout),
-    ]
-    if not decode_only:
-        scratch += KVBlocks.scratch(layout, blocks.chunk_fetch)
-        scratch += ChunkScratch.shapes(layout, blocks.chunk_queries, blocks.chunk_tokens)
-    return scratch
+class Rows(NamedTuple):
+    """In SMEM, int32: what the kernel must know before it can fetch anything. None where there are decodes only."""
+
+    kv_lens: Any  # [S]
+    cu_q_lens: Any  # [S + 1]
+    num_seqs: Any  # [1]
+    decodes: Any  # [S], the rows of one token
+    num_decodes: Any  # [1]
+    chunks: Any  # [S], the rows of several, or None
+    num_chunks: Any  # [1], or None
 
 
-def _kernel(layout: Layout, attention: Attention, blocks: Blocks, *, has_sinks: bool, decode_only: bool) -> Callable:
-    """The Pallas call, made for its arguments' shapes when called."""
+class Arrays(NamedTuple):
+    """In HBM, but for the sinks, which are in VMEM."""
 
+    table: Any  # int32 [S, P / 128, 128]
+    q: Any  # [T, q_rows, lanes]
+    new: Any  # [T, kv_rows, lanes]
+    decode_sinks: Any  # float32 [tile heads, rows, 128], or None
+    chunk_sinks: Any  # float32 [tile heads, 1, rows], or None
+    pages: Any  # [pages, tiles, page_size, lanes]
+
+
+class Scratch(NamedTuple):
+    zeros: Any  # [ZEROED_TOKENS, q_rows, lanes]
+    zeros_sem: Any
+    table: Any  # SMEM int32 [PageTable.SLOTS, P / 128, 128]
+    table_sems: Any
+    decode_kv: KVScratch
+    decode: DecodeScratch
+    chunk_kv: KVScratch | None
+    chunk: ChunkScratch | None
+
+
+def _scratch(layout: Layout, blocks: Blocks, table_rows: int, decode_only: bool) -> Scratch:
+    return Scratch(
+        zeros=pltpu.VMEM((ZEROED_TOKENS, layout.q_rows, layout.lanes), layout.io_dtype),
+        zeros_sem=pltpu.SemaphoreType.DMA,
+        table=pltpu.SMEM((PageTable.SLOTS, table_rows, NUM_LANES), jnp.int32),
+        table_sems=pltpu.SemaphoreType.DMA((PageTable.SLOTS,)),
+        decode_kv=KVScratch.shapes(layout, blocks.decode_fetch),
+        decode=DecodeScratch.shapes(layout),
+        chunk_kv=None if decode_only else KVScratch.shapes(layout, blocks.chunk_fetch),
+        chunk=None if decode_only else ChunkScratch.shapes(layout, blocks.chunk_queries, blocks.chunk_tokens),
+    )
+
+
+def _call(layout: Layout, attention: Attention, blocks: Blocks, rows: Rows, arrays: Arrays) -> tuple[Array, Array]:
+    """The Pallas call: the outputs, as `arrays.q`, and the pages."""
     num_cores = tpu_chip.num_cores()
+    decode_only = rows.chunks is None
 
-    def body(*refs: Any) -> None:
-        refs = iter(refs)
-        kv_lens, cu_q_lens, num_seqs, decodes, num_decodes = (next(refs) for _ in range(5))
-        chunks, num_chunks = (None, None) if decode_only else (next(refs), next(refs))
-        table, q, new = (next(refs) for _ in range(3))
-        decode_sinks = next(refs) if has_sinks else None
-        chunk_sinks = next(refs) if has_sinks and not decode_only else None
-        _, out, pages = (next(refs) for _ in range(3))  # The pages come in where they go out.
+    def kernel(rows: Rows, arrays: Arrays, out: Ref, pages: Ref, scratch: Scratch) -> None:
         core = pl.program_id(0)
-        padding = jnp.where(core == 0, cu_q_lens[num_seqs[0]], out.shape[0])
-        zero_tokens(out, padding, next(refs), next(refs))
-        page_table = PageTable(table, next(refs), next(refs))
-
-        def kv_blocks() -> KVBlocks:
-            return KVBlocks(layout, page_table, pages, next(refs), next(refs))
-
+        padding = jnp.where(core == 0, rows.cu_q_lens[rows.num_seqs[0]], out.shape[0])
+        zero_tokens(out, padding, scratch.zeros, scratch.zeros_sem)
+        table = PageTable(arrays.table, scratch.table, scratch.table_sems)
         decode = Decode(
             layout=layout,
             attention=attention,
             num_tokens=blocks.decode_tokens,
-            kv_lens=kv_lens,
-            cu_q_lens=cu_q_lens,
-            q_hbm=q,
-            new_hbm=new,
-            sinks=decode_sinks,
+            kv_lens=rows.kv_lens,
+            cu_q_lens=rows.cu_q_lens,
+            q_hbm=arrays.q,
+            new_hbm=arrays.new,
+            sinks=arrays.decode_sinks,
             out_hbm=out,
-            blocks=kv_blocks(),
-            scratch=DecodeScratch(*(next(refs) for _ in dataclasses.fields(DecodeScratch))),
+            blocks=KVBlocks(layout, table, pages, *scratch.decode_kv),
+            scratch=scratch.decode,
         )
-        decode_rows = RowList(decodes, num_decodes[0], core, num_cores)
+        decodes = RowList(rows.decodes, rows.num_decodes[0], core, num_cores)
         if decode_only:
-            decode.run(decode_rows)
+            decode.run(decodes)
             return
+        assert scratch.chunk is not None
+        assert scratch.chunk_kv is not None
         chunk = Chunks(
             layout=layout,
             attention=attention,
             num_queries=blocks.chunk_queries,
             num_tokens=blocks.chunk_tokens,
-            kv_lens=kv_lens,
-            cu_q_lens=cu_q_lens,
-            q_hbm=q,
-            new_hbm=new,
-            sinks=chunk_sinks,
+            kv_lens=rows.kv_lens,
+            cu_q_lens=rows.cu_q_lens,
+            q_hbm=arrays.q,
+            new_hbm=arrays.new,
+            sinks=arrays.chunk_sinks,
             out_hbm=out,
-            blocks=kv_blocks(),
-            scratch=ChunkScratch(*(next(refs) for _ in dataclasses.fields(ChunkScratch))),
+            blocks=KVBlocks(layout, table, pages, *scratch.chunk_kv),
+            scratch=scratch.chunk,
         )
-        chunk_rows = RowList(chunks, num_chunks[0], core, num_cores)
-        chunk.write(chunk_rows)
-        decode.run(decode_rows)
-        chunk.attend(chunk_rows)
+        chunks = RowList(rows.chunks, rows.num_chunks[0], core, num_cores)
+        chunk.write(chunks)
+        decode.run(decodes)
+        chunk.attend(chunks)
 
-    def call(scalars: list[Array], arrays: list[Array], sinks: list[Array], pages: Array) -> tuple[Array, Array]:
-        table, q, _ = arrays
-        in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-        return pl.pallas_call(
-            body,
-            out_shape=(jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(pages.shape, pages.dtype)),
-            grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=len(scalars),
-                grid=(num_cores,),
-                in_specs=[in_hbm] * len(arrays) + [pl.BlockSpec(memory_space=pltpu.VMEM)] * len(sinks) + [in_hbm],
-                out_specs=(in_hbm, in_hbm),
-                scratch_shapes=_scratch(layout, blocks, table.shape[1], decode_only),
-            ),
-            input_output_aliases={len(scalars) + len(arrays) + len(sinks): 1},
-            compiler_params=pltpu.CompilerParams(
-                dimension_semantics=(pltpu.PARALLEL,),
-                vmem_limit_bytes=64 << 20,
-                disable_bounds_checks=True,
-                fuse_transposed_lhs_in_matmul=True,
-            ),
-            name="ragged_paged_attention_decode" if decode_only else "ragged_paged_attention",
-        )(*scalars, *arrays, *sinks, pages)
+    def where(array: Array | None, memory_space: Any) -> pl.BlockSpec | None:
+        return None if array is None else pl.BlockSpec(memory_space=memory_space)
 
-    return call
+    in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    in_specs = Arrays(
+        table=in_hbm,
+        q=in_hbm,
+        new=in_hbm,
+        decode_sinks=where(arrays.decode_sinks, pltpu.VMEM),
+        chunk_sinks=where(arrays.chunk_sinks, pltpu.VMEM),
+        pages=in_hbm,
+    )
+    num_operands = len(jax.tree.leaves((rows, arrays)))
+    return pl.pallas_call(
+        kernel,
+        out_shape=(
+            jax.ShapeDtypeStruct(arrays.q.shape, arrays.q.dtype),
+            jax.ShapeDtypeStruct(arrays.pages.shape, arrays.pages.dtype),
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(num_cores,),
+            in_specs=[in_specs],
+            out_specs=(in_hbm, in_hbm),
+            scratch_shapes=[_scratch(layout, blocks, arrays.table.shape[1], decode_only)],
+        ),
+        input_output_aliases={num_operands - 1: 1},  # The pages are the last operand.
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=(pltpu.PARALLEL,),
+            vmem_limit_bytes=64 << 20,
+            disable_bounds_checks=True,
+            fuse_transposed_lhs_in_matmul=True,
+        ),
+        name="ragged_paged_attention_decode" if decode_only else "ragged_paged_attention",
+    )(rows, arrays)

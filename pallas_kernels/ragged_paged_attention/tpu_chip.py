@@ -14,13 +14,21 @@ def this_chip() -> pltpu.TpuInfo | None:
         return None
 
 
+def name() -> str | None:
+    """As in `tpu_target.CHIPS` for those that we compile for: "v5e"; None where there is no TPU."""
+    chip = this_chip()
+    return None if chip is None else f"v{chip.chip_version.value.removeprefix('v')}"
+
+
 def num_cores() -> int:
     """Cores that share the memory of a device: two on v5p, where a program runs on both."""
     chip = this_chip()
     return 1 if chip is None else chip.num_cores
 
 
-def vmem_bytes() -> int:
-    """Of each core."""
-    chip = this_chip()
-    return SIMULATED_VMEM_BYTES if chip is None else chip.vmem_capacity_bytes
+def vmem_bytes(chip: str | None) -> int:
+    """Of each core of the chip with that name, as `name` gives it."""
+    if chip is None:
+        return SIMULATED_VMEM_BYTES
+    version = next(v for v in pltpu.ChipVersion if v.value in (chip, chip.removeprefix("v")))
+    return pltpu.get_tpu_info_for_chip(version, 1).vmem_capacity_bytes

@@ -37,8 +37,7 @@ WRITE_SLOTS = 3  # Pages that are being written: one on its way here, one at han
 UNROLL = 4  # Items that follow each other in one run of instructions; even, since items alternate between buffers.
 
 
-@dataclasses.dataclass(frozen=True)
-class ChunkScratch:
+class ChunkScratch(NamedTuple):
     """VMEM, but for the semaphores and the counts, which are in SMEM."""
 
     new: Ref  # [WRITE_SLOTS, page_size, kv_rows, lanes]
@@ -67,8 +66,8 @@ class ChunkScratch:
     decay_0: Ref  # float32 [1, rows]
     decay_1: Ref
 
-    @staticmethod
-    def shapes(layout: Layout, num_queries: int, num_tokens: int) -> list:
+    @classmethod
+    def shapes(cls, layout: Layout, num_queries: int, num_tokens: int) -> "ChunkScratch":
         heads, num_rows = layout.num_tile_heads, num_queries * layout.rows_per_token
         write_sems, sems = pltpu.SemaphoreType.DMA((WRITE_SLOTS,)), pltpu.SemaphoreType.DMA((2,))
         tile = pltpu.VMEM((2, num_queries, layout.q_rows, layout.lanes), layout.io_dtype)
@@ -76,7 +75,7 @@ class ChunkScratch:
         scores = pltpu.VMEM((num_tokens, num_rows), jnp.float32)
         weights = pltpu.VMEM((num_tokens, num_rows), layout.dot_dtype)
         decay = pltpu.VMEM((1, num_rows), jnp.float32)
-        return [
+        return cls(
             *(pltpu.VMEM((WRITE_SLOTS, layout.page_size, layout.kv_rows, layout.lanes), layout.kv_dtype), write_sems),
             *(pltpu.VMEM((WRITE_SLOTS, *layout.page_shape), layout.kv_dtype), write_sems, write_sems),
             pltpu.SMEM((WRITE_SLOTS,), jnp.int32),
@@ -90,7 +89,7 @@ class ChunkScratch:
             running,
             pltpu.VMEM((heads + 1, layout.lanes, num_rows), jnp.float32),
             *(scores, scores, weights, weights, decay, decay),
-        ]
+        )
 
 
 def _words_shape(layout: Layout, num_tokens: int, words_per_token: int) -> tuple[int, int, int]:

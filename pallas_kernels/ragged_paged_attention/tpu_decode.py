@@ -6,7 +6,7 @@ for long, and is bound by the memory on every chip.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -26,8 +26,7 @@ from jaxllm.pallas_kernels.ragged_paged_attention.tpu_pages import (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class DecodeScratch:
+class DecodeScratch(NamedTuple):
     """VMEM, but for the semaphores. Leading 2: one for the row at hand, one for the next."""
 
     q_in: Ref  # [2, q_rows, lanes]
@@ -44,13 +43,13 @@ class DecodeScratch:
     total: Ref  # float32 [tile heads, rows, 128], a part of the sum in each lane
     acc: Ref  # float32 [tile heads, rows, lanes]
 
-    @staticmethod
-    def shapes(layout: Layout) -> list:
+    @classmethod
+    def shapes(cls, layout: Layout) -> "DecodeScratch":
         num_rows = round_up(layout.rows_per_token, NUM_SUBLANES)
         heads, sems = layout.num_tile_heads, pltpu.SemaphoreType.DMA((2,))
         token = pltpu.VMEM((2, layout.q_rows, layout.lanes), layout.io_dtype)
         running = pltpu.VMEM((heads, num_rows, NUM_LANES), jnp.float32)
-        return [
+        return cls(
             *(token, sems),
             *(pltpu.VMEM((2, layout.kv_rows, layout.lanes), layout.kv_dtype), sems),
             *(token, sems),
@@ -60,7 +59,7 @@ class DecodeScratch:
             running,
             running,
             pltpu.VMEM((heads, num_rows, layout.lanes), jnp.float32),
-        ]
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +191,7 @@ class Decode:
         scratch.written[i % 2] = group[...]
         self._send_written(i, self.blocks.table.page(i, page), start).start()
 
-    def _send_written(self, i: Array, page: Array, start: Array) -> Any:
+    def _send_written(self, i: Array, page: Array | int, start: Array | int) -> Any:
         group = self.blocks.pages.at[page, :, pl.ds(start, self.layout.group)]
         return pltpu.make_async_copy(self.scratch.written.at[i % 2], group, self.scratch.written_sems.at[i % 2])
 

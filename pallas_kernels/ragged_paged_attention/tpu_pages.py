@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -18,6 +18,7 @@ KV_SLOTS = 3  # Blocks of pages in VMEM: one on its way, one at hand, one whose 
 UNROLLED_FETCHES = 8  # Of pages, so that the scalar unit works on several addresses at a time.
 
 Ref = Any
+Index = Array | int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,17 +82,17 @@ class PageTable:
     sems: Ref  # [SLOTS]
     SLOTS = 4  # One row in use, one whose first block is being fetched, one on its way; a power of two.
 
-    def _copy(self, i: Array, row: Array) -> Any:
+    def _copy(self, i: Index, row: Index) -> Any:
         slot = i % self.SLOTS
         return pltpu.make_async_copy(self.hbm.at[row], self.smem.at[slot], self.sems.at[slot])
 
-    def start(self, i: Array, row: Array) -> None:
+    def start(self, i: Index, row: Index) -> None:
         self._copy(i, row).start()
 
-    def wait(self, i: Array) -> None:
+    def wait(self, i: Index) -> None:
         self._copy(i, 0).wait()
 
-    def page(self, i: Array, p: Array) -> Array:
+    def page(self, i: Index, p: Index) -> Array:
         return self.smem[i % self.SLOTS, p // NUM_LANES, p % NUM_LANES]
 
     def for_each_row(self, rows: RowList, body: Callable[[Array, Array, Any], Any], carry: Any) -> None:
@@ -122,6 +123,16 @@ class PageTable:
         lax.fori_loop(0, count, step, carry)
 
 
+class KVScratch(NamedTuple):
+    buffer: Ref  # VMEM [KV_SLOTS, pages of a block, tiles, page_size, lanes]
+    sems: Ref  # [KV_SLOTS]
+
+    @classmethod
+    def shapes(cls, layout: Layout, num_tokens: int) -> "KVScratch":
+        buffer = pltpu.VMEM((KV_SLOTS, num_tokens // layout.page_size, *layout.page_shape), layout.kv_dtype)
+        return cls(buffer, pltpu.SemaphoreType.DMA((KV_SLOTS,)))
+
+
 @dataclasses.dataclass(frozen=True)
 class KVBlocks:
     """Blocks of pages in VMEM: one is attended to while the next is on its way."""
@@ -132,16 +143,11 @@ class KVBlocks:
     buffer: Ref  # VMEM [KV_SLOTS, pages of a block, tiles, page_size, lanes]
     sems: Ref  # [KV_SLOTS]
 
-    @staticmethod
-    def scratch(layout: Layout, num_tokens: int) -> list:
-        buffer = pltpu.VMEM((KV_SLOTS, num_tokens // layout.page_size, *layout.page_shape), layout.kv_dtype)
-        return [buffer, pltpu.SemaphoreType.DMA((KV_SLOTS,))]
-
     @property
     def num_pages(self) -> int:
         return self.buffer.shape[1]
 
-    def start(self, i: Array, first_page: Array, end_page: Array, slot: Array) -> None:
+    def start(self, i: Index, first_page: Array, end_page: Array, slot: Index) -> None:
         """Begins to fetch a block of the i-th row that starts at its `first_page`; no page from `end_page` on."""
 
         count = jnp.minimum(end_page - first_page, self.num_pages)
@@ -165,7 +171,7 @@ class KVBlocks:
         block = self.buffer.at[slot, pl.ds(0, jnp.minimum(end_page - first_page, self.num_pages))]
         pltpu.make_async_copy(block, block, self.sems.at[slot]).wait()
 
-    def tile(self, slot: Array, tile: Array, start: Array, num_tokens: int) -> Array:
+    def tile(self, slot: Index, tile: Index, start: Array, num_tokens: int) -> Array:
         """[tokens, lanes] of a block, as it is stored. `start` is a multiple of `num_tokens`."""
         page_size, lanes = self.layout.page_size, self.layout.lanes
         if num_tokens >= page_size:
@@ -175,7 +181,7 @@ class KVBlocks:
         within = pl.multiple_of(start % page_size, num_tokens)
         return self.buffer[slot, start // page_size, tile, pl.ds(within, num_tokens)]
 
-    def values(self, slot: Array, tile: Array, start: Array, num_tokens: int, num_valid: Array | None) -> Array:
+    def values(self, slot: Index, tile: Index, start: Array, num_tokens: int, num_valid: Array | None) -> Array:
         """A tile with zeros from token `num_valid` on: what is not written may be NaN, and 0 * NaN is not 0."""
         x = self.tile(slot, tile, start, num_tokens)
         if num_valid is not None:
