@@ -101,8 +101,8 @@ def validate(q_TNH: Array, k_TKH: Array, kv_pages: Array, page_table_SP: Array) 
     S, P = page_table_SP.shape
     if P > MAX_PAGES_PER_SEQ:
         raise ValueError(
-            f"the page table has {P:,} pages for each sequence; the TPU kernel takes at most {MAX_PAGES_PER_SEQ:,}, which "
-            f"are {MAX_PAGES_PER_SEQ * layout.page_size:,} tokens: take larger pages"
+            f"the page table has {P:,} pages for each sequence; the TPU kernel takes at most {MAX_PAGES_PER_SEQ:,}, "
+            f"which are {MAX_PAGES_PER_SEQ * layout.page_size:,} tokens: take larger pages"
         )
     if S > MAX_SEQS:
         raise ValueError(f"the page table has {S:,} sequences; the TPU kernel takes at most {MAX_SEQS:,} in a step")
