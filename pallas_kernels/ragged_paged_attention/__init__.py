@@ -4,7 +4,16 @@ from jaxllm.pallas_kernels.ragged_paged_attention.api import (
     KVCacheSpec,
     default_implementation,
     kv_cache_shape,
+    pages_from_tokens,
     ragged_paged_attention,
+    tokens_from_pages,
 )
 
-__all__ = ["KVCacheSpec", "default_implementation", "kv_cache_shape", "ragged_paged_attention"]
+__all__ = [
+    "KVCacheSpec",
+    "default_implementation",
+    "kv_cache_shape",
+    "pages_from_tokens",
+    "ragged_paged_attention",
+    "tokens_from_pages",
+]

@@ -1,5 +1,12 @@
-"""The public call of ragged paged attention: checks its arguments once and picks an implementation."""
+"""The public call of ragged paged attention: checks its arguments once and picks an implementation.
 
+An implementation is a module of this package, imported when it is used, with functions of the names that are public
+here: `kv_cache_shape(num_pages, page_size, num_kv_heads, head_dim, dtype)`, `pages_from_tokens(kv_BC2KH)`,
+`tokens_from_pages(kv_pages, num_kv_heads, head_dim)` and `ragged_paged_attention`. What is beyond it alone, such as a
+size of head, its `validate(q_TNH, k_TKH, kv_pages, page_table_SP)` refuses with a ValueError, if it has one.
+"""
+
+import importlib
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -8,9 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxllm.pallas_kernels.ragged_paged_attention import reference, xla
-
-IMPLEMENTATIONS: dict[str, ModuleType] = {"reference": reference, "xla": xla}
+IMPLEMENTATIONS = ("reference", "xla", "tpu")
 KV_DTYPES = tuple(jnp.dtype(t) for t in ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2"))
 
 
@@ -26,13 +31,31 @@ class KVCacheSpec:
 
 
 def default_implementation() -> str:
-    """What runs on JAX's default backend: plain XLA everywhere, until kernels for TPU and GPU stand beside it."""
-    return "xla"
+    """What fits the devices of the mesh that is set, described ones included, or else JAX's default backend."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    platform = jax.default_backend() if device is None else device.platform
+    return "tpu" if platform == "tpu" else "xla"
 
 
 def kv_cache_shape(spec: KVCacheSpec, implementation: str | None = None) -> tuple[int, ...]:
     """Shape of one layer's cache array. Axis 0 is the page, axis 1 the one to shard by heads; the rest is private."""
-    return _module(implementation).kv_cache_shape(spec.num_pages, spec.page_size, spec.num_kv_heads, spec.head_dim)
+    module = _module(implementation)
+    return module.kv_cache_shape(spec.num_pages, spec.page_size, spec.num_kv_heads, spec.head_dim, spec.dtype)
+
+
+def pages_from_tokens(kv_BC2KH: Array, implementation: str | None = None) -> Array:
+    """Pages in the private layout, dtype kept, from the K and V of each of their C = page_size slots.
+
+    With `tokens_from_pages` it moves a cache between implementations: an array of some pages, along axis 0.
+    """
+    if kv_BC2KH.ndim != 5 or kv_BC2KH.shape[2] != 2:
+        raise ValueError(f"kv_BC2KH has shape {kv_BC2KH.shape}; expected [pages, page_size, 2, K, H]")
+    return _module(implementation).pages_from_tokens(kv_BC2KH)
+
+
+def tokens_from_pages(kv_pages: Array, num_kv_heads: int, head_dim: int, implementation: str | None = None) -> Array:
+    """The inverse of `pages_from_tokens`: [pages, page_size, 2, K, H]."""
+    return _module(implementation).tokens_from_pages(kv_pages, num_kv_heads, head_dim)
 
 
 @partial(
@@ -79,7 +102,7 @@ def ragged_paged_attention(
       k_scale, v_scale: float32 scalars or [K]; the cache holds `k / k_scale`. For int8 and fp8 caches.
       decode_only: a static promise that every real row has one token, so that row s is token s, and T = S. It leaves
         the code for chunks out of the program.
-      implementation: "xla" or "reference"; None picks by platform.
+      implementation: one of IMPLEMENTATIONS; None picks by `default_implementation`.
 
     Returns:
       (out_TNH in q's dtype, zero in padding rows; the updated kv_pages).
@@ -97,7 +120,10 @@ def ragged_paged_attention(
         raise ValueError(f"decode_only needs as many tokens as rows; got T={q_TNH.shape[0]}, S={kv_lens_S.shape[0]}")
     if sinks_N is not None and sinks_N.shape != q_TNH.shape[1:2]:
         raise ValueError(f"sinks_N has shape {sinks_N.shape}; expected ({q_TNH.shape[1]},), one per query head")
-    return _module(implementation).ragged_paged_attention(
+    module = _module(implementation)
+    if hasattr(module, "validate"):
+        module.validate(q_TNH, k_TKH, kv_pages, page_table_SP)
+    return module.ragged_paged_attention(
         q_TNH,
         k_TKH,
         v_TKH,
@@ -119,8 +145,8 @@ def ragged_paged_attention(
 def _module(implementation: str | None) -> ModuleType:
     name = implementation or default_implementation()
     if name not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation {name!r} is not known; choose one of {sorted(IMPLEMENTATIONS)}")
-    return IMPLEMENTATIONS[name]
+        raise ValueError(f"implementation {name!r} is not known; choose one of {', '.join(IMPLEMENTATIONS)}")
+    return importlib.import_module(f"{__package__}.{name}")
 
 
 def _scale(scale: Array | float | None, name: str, num_kv_heads: int) -> Array | None:
@@ -147,7 +173,10 @@ def _validate(
     (T, N, H), K = q_TNH.shape, k_TKH.shape[1]
     if k_TKH.shape != (T, K, H) or v_TKH.shape != (T, K, H):
         raise ValueError(f"k {k_TKH.shape} and v {v_TKH.shape} must both be [T, K, H] with T={T}, H={H} as in q")
-    if N % K:
+    for name, array in (("q_TNH", q_TNH), ("k_TKH", k_TKH), ("v_TKH", v_TKH)):
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"{name} is {array.dtype}; expected a float, such as bfloat16")
+    if K == 0 or N % K:
         raise ValueError(f"q has {N} heads; it must be a multiple of the {K} KV heads")
     if page_table_SP.ndim != 2:
         raise ValueError(f"page_table_SP has shape {page_table_SP.shape}; expected [S, P]")

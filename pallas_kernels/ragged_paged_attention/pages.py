@@ -1,7 +1,37 @@
-"""How keys and values are held in a page's dtype."""
+"""How a page holds keys and values: the layout of the implementations in plain XLA, and the dtypes of all."""
 
 import jax.numpy as jnp
 from jax import Array
+
+
+def kv_cache_shape(
+    num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype
+) -> tuple[int, ...]:
+    """[page, 2K, page_size, H] in any dtype: a page holds its keys by head, then its values by head."""
+    del dtype
+    return (num_pages, 2 * num_kv_heads, page_size, head_dim)
+
+
+def pages_from_tokens(kv_BC2KH: Array) -> Array:
+    """Whole pages in the layout of `kv_cache_shape`, from the K and V of each of their C = page_size slots."""
+    B, C, _, K, H = kv_BC2KH.shape
+    return jnp.moveaxis(kv_BC2KH.reshape(B, C, 2 * K, H), 1, 2)
+
+
+def tokens_from_pages(kv_pages: Array, num_kv_heads: int, head_dim: int) -> Array:
+    """The inverse of `pages_from_tokens`."""
+    num_pages, _, page_size, _ = kv_pages.shape
+    return jnp.moveaxis(kv_pages, 2, 1).reshape(num_pages, page_size, 2, num_kv_heads, head_dim)
+
+
+def validate(q_TNH: Array, k_TKH: Array, kv_pages: Array, page_table_SP: Array) -> None:
+    """Refuses a cache that has not the layout of `kv_cache_shape`."""
+    _, K, H = k_TKH.shape
+    if kv_pages.ndim != 4 or kv_pages.shape[1::2] != (2 * K, H):
+        raise ValueError(
+            f"kv_pages has shape {kv_pages.shape}; expected [num_pages, {2 * K}, page_size, {H}] for {K} KV heads of "
+            f"{H}: make it with kv_cache_shape"
+        )
 
 
 def to_cache_dtype(x_TKH: Array, scale_K: Array | None, dtype: jnp.dtype) -> Array:
@@ -19,5 +49,7 @@ def to_cache_dtype(x_TKH: Array, scale_K: Array | None, dtype: jnp.dtype) -> Arr
 
 def from_cache_dtype(x_KCH: Array, scale_K: Array | None, dtype: jnp.dtype) -> Array:
     """The values that a cache holds, times their scale, in `dtype`. x has shape [..., K, C, H]."""
-    x_KCH = x_KCH.astype(dtype)
-    return x_KCH if scale_K is None else x_KCH * scale_K[:, None, None].astype(dtype)
+    if scale_K is None:
+        return x_KCH.astype(dtype)
+    # A scale that is rounded to a narrow dtype first would make every value wrong in the same direction.
+    return (x_KCH.astype(jnp.float32) * scale_K[:, None, None]).astype(dtype)

@@ -1,14 +1,13 @@
 """The specification of ragged paged attention: plain jnp, readable, slow. The oracle of every other file here."""
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from jaxllm.pallas_kernels.ragged_paged_attention.pages import from_cache_dtype, to_cache_dtype
-
-
-def kv_cache_shape(num_pages: int, page_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-    """[page, 2K, page_size, H]: a page holds its keys by head, then its values by head."""
-    return (num_pages, 2 * num_kv_heads, page_size, head_dim)
+from jaxllm.pallas_kernels.ragged_paged_attention.pages import kv_cache_shape as kv_cache_shape
+from jaxllm.pallas_kernels.ragged_paged_attention.pages import pages_from_tokens as pages_from_tokens
+from jaxllm.pallas_kernels.ragged_paged_attention.pages import tokens_from_pages as tokens_from_pages
+from jaxllm.pallas_kernels.ragged_paged_attention.pages import validate as validate
 
 
 def ragged_paged_attention(
@@ -29,7 +28,7 @@ def ragged_paged_attention(
     v_scale_K: Array | None,
     decode_only: bool,
 ) -> tuple[Array, Array]:
-    """See `api.ragged_paged_attention`. Everything in float32, over all P pages of every token's sequence."""
+    """See `api.ragged_paged_attention`. Everything in float32, token by token, over all P pages of its sequence."""
     del decode_only  # A promise that saves work changes no result.
     (T, N, H), K, (S, P) = q_TNH.shape, k_TKH.shape[1], page_table_SP.shape
     num_pages, page_size = kv_pages.shape[0], kv_pages.shape[2]
@@ -49,33 +48,33 @@ def ragged_paged_attention(
     )
     kv_pages = kv_pages.at[page_T, :, position_T % page_size].set(kv_T2KH, mode="drop")
 
-    q_TKGH = q_TNH.astype(jnp.float32).reshape(T, K, N // K, H) * sm_scale
+    # No sink is one of no weight.
+    sinks_N = jnp.full(N, -jnp.inf) if sinks_N is None else sinks_N.astype(jnp.float32)
+    sinks_KG = sinks_N.reshape(K, N // K)
 
-    # Read each token's whole sequence back, C = P * page_size positions.
-    kv_T2KCH = jnp.moveaxis(kv_pages[page_table_SP[seq_T]], 1, 2).reshape(T, 2 * K, P * page_size, H)
-    k_TKCH = from_cache_dtype(kv_T2KCH[:, :K], k_scale_K, q_TKGH.dtype)
-    v_TKCH = from_cache_dtype(kv_T2KCH[:, K:], v_scale_K, q_TKGH.dtype)
+    def attend(token: tuple[Array, Array, Array]) -> Array:
+        q_KGH, seq, position = token
+        # The token's whole sequence, C = P * page_size positions.
+        kv_2KCH = jnp.moveaxis(kv_pages[page_table_SP[seq]], 0, 1).reshape(2 * K, P * page_size, H)
+        k_KCH = from_cache_dtype(kv_2KCH[:K], k_scale_K, q_KGH.dtype)
+        v_KCH = from_cache_dtype(kv_2KCH[K:], v_scale_K, q_KGH.dtype)
+        distance_C = position - jnp.arange(P * page_size)
+        visible_C = distance_C >= 0
+        if sliding_window is not None:
+            visible_C &= distance_C < sliding_window
+        # The unused tail of a page may hold anything, NaN included: a weight of zero must not multiply it.
+        v_KCH = jnp.where(visible_C[:, None], v_KCH, 0.0)
 
-    scores_TKGC = jnp.einsum("TKGH,TKCH->TKGC", q_TKGH, k_TKCH)
-    if soft_cap is not None:
-        scores_TKGC = soft_cap * jnp.tanh(scores_TKGC / soft_cap)
-    distance_TC = position_T[:, None] - jnp.arange(P * page_size)[None, :]
-    visible_TC = (distance_TC >= 0) & is_real_T[:, None]
-    if sliding_window is not None:
-        visible_TC &= distance_TC < sliding_window
-    scores_TKGC = jnp.where(visible_TC[:, None, None], scores_TKGC, -jnp.inf)
+        scores_KGC = jnp.einsum("KGH,KCH->KGC", q_KGH, k_KCH) * sm_scale
+        if soft_cap is not None:
+            scores_KGC = soft_cap * jnp.tanh(scores_KGC / soft_cap)
+        scores_KGC = jnp.where(visible_C, scores_KGC, -jnp.inf)
+        max_KG = jnp.maximum(jnp.max(scores_KGC, axis=-1), sinks_KG)
+        weights_KGC = jnp.exp(scores_KGC - max_KG[..., None])
+        total_KG = jnp.sum(weights_KGC, axis=-1) + jnp.exp(sinks_KG - max_KG)
+        return jnp.einsum("KGC,KCH->KGH", weights_KGC, v_KCH) / total_KG[..., None]
 
-    max_TKG = jnp.max(scores_TKGC, axis=-1, keepdims=True)
-    if sinks_N is not None:
-        sinks_1KG1 = sinks_N.astype(jnp.float32).reshape(1, K, N // K, 1)
-        max_TKG = jnp.maximum(max_TKG, sinks_1KG1)
-    max_TKG = jnp.where(jnp.isfinite(max_TKG), max_TKG, 0.0)
-    weights_TKGC = jnp.exp(scores_TKGC - max_TKG)
-    total_TKG1 = jnp.sum(weights_TKGC, axis=-1, keepdims=True)
-    if sinks_N is not None:
-        total_TKG1 += jnp.exp(sinks_1KG1 - max_TKG)
-    # The unused tail of a page may hold anything, NaN included: a weight of zero must not multiply it.
-    v_TKCH = jnp.where(visible_TC[:, None, :, None], v_TKCH, 0.0)
-    out_TKGH = jnp.einsum("TKGC,TKCH->TKGH", weights_TKGC, v_TKCH) / jnp.maximum(total_TKG1, 1e-30)
+    out_TKGH = lax.map(attend, (q_TNH.astype(jnp.float32).reshape(T, K, N // K, H), seq_T, position_T))
+    # Padding tokens have attended to whatever they found.
     out_TNH = jnp.where(is_real_T[:, None, None], out_TKGH.reshape(T, N, H), 0.0)
     return out_TNH.astype(q_TNH.dtype), kv_pages

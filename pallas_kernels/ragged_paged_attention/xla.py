@@ -17,7 +17,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxllm.pallas_kernels.ragged_paged_attention.pages import from_cache_dtype, to_cache_dtype
-from jaxllm.pallas_kernels.ragged_paged_attention.reference import kv_cache_shape as kv_cache_shape
+from jaxllm.pallas_kernels.ragged_paged_attention.pages import kv_cache_shape as kv_cache_shape
+from jaxllm.pallas_kernels.ragged_paged_attention.pages import pages_from_tokens as pages_from_tokens
+from jaxllm.pallas_kernels.ragged_paged_attention.pages import tokens_from_pages as tokens_from_pages
+from jaxllm.pallas_kernels.ragged_paged_attention.pages import validate as validate
 
 PAIRS_PER_ITERATION = 32
 QUERY_TILE = 128
@@ -189,7 +192,10 @@ def _chunks(
         row_end = starts_S[seq] + q_lens_S[seq]
         is_mine_Q = (token_Q >= starts_S[seq] + first) & (token_Q < row_end)
         position_Q = kv_lens_S[seq] - row_end + token_Q
-        first_position = kv_lens_S[seq] - row_end + starts_S[seq] + first
+        window_start = jnp.int32(0)
+        if options.sliding_window is not None:
+            first_position = kv_lens_S[seq] - row_end + starts_S[seq] + first
+            window_start = jnp.maximum(first_position - options.sliding_window + 1, 0)
         last_position = kv_lens_S[seq] - row_end + jnp.minimum(start + tile, row_end) - 1
         q_QKGH = lax.dynamic_slice(q_TKGH, (start, 0, 0, 0), (tile, K, G, H))
         q_KGQH = jnp.transpose(q_QKGH, (1, 2, 0, 3))
@@ -198,8 +204,9 @@ def _chunks(
             max_KGQ, total_KGQ, out_KGQH = carry
             pages_B = lax.dynamic_slice(page_table_SP, (seq, b * pages_per_block), (1, pages_per_block))[0]
             position_C = b * block + jnp.arange(block, dtype=jnp.int32)
-            is_written_BC = (position_C < kv_lens_S[seq]).reshape(pages_per_block, page_size)
-            kv_BKCH = _read(kv_pages, pages_B, is_written_BC, q_TKGH.dtype, options)
+            is_held_C = (position_C < kv_lens_S[seq]) & (position_C >= window_start)
+            is_held_BC = is_held_C.reshape(pages_per_block, page_size)
+            kv_BKCH = _read(kv_pages, pages_B, is_held_BC, q_TKGH.dtype, options)
             k_KCH, v_KCH = (jnp.moveaxis(x, 0, 1).reshape(K, block, H) for x in kv_BKCH)
             scores_KGQC = _scores(_einsum("KGQH,KCH->KGQC", q_KGQH, k_KCH), options)
             distance_QC = position_Q[:, None] - position_C[None, :]
@@ -214,11 +221,10 @@ def _chunks(
             block_out = _einsum("KGQC,KCH->KGQH", weights_KGQC.astype(v_KCH.dtype), v_KCH)
             return new_max_KGQ, total_KGQ, out_KGQH * decay_KGQ[..., None] + block_out
 
-        first_block = jnp.int32(0)
-        if options.sliding_window is not None:
-            first_block = jnp.maximum(first_position - options.sliding_window + 1, 0) // block
         end_block = last_position // block + 1
-        max_KGQ, total_KGQ, out_KGQH = lax.fori_loop(first_block, end_block, attend_block, _start((K, G, tile), H))
+        max_KGQ, total_KGQ, out_KGQH = lax.fori_loop(
+            window_start // block, end_block, attend_block, _start((K, G, tile), H)
+        )
         out_KGQH = _finish(max_KGQ, total_KGQ, out_KGQH, sinks_KG1)
         old_QKGH = lax.dynamic_slice(out_TKGH, (start, 0, 0, 0), (tile, K, G, H))
         new_QKGH = jnp.transpose(out_KGQH, (2, 0, 1, 3))
@@ -235,18 +241,19 @@ def _owner(end_S: Array, index: Array) -> Array:
 
 
 def _read(
-    kv_pages: Array, pages_W: Array, is_written_WC: Array, dtype: jnp.dtype, options: _Options
+    kv_pages: Array, pages_W: Array, is_held_WC: Array, dtype: jnp.dtype, options: _Options
 ) -> tuple[Array, Array]:
     """K and V of some pages, each [W, K, C, H], in the dtype of the dots.
 
-    K and V are gathered apart, since XLA would copy their halves of a common array once more. What is not written yet
-    may be NaN, and zero times NaN is NaN: such values become 0.
+    K and V are gathered apart, since XLA would copy their halves of a common array once more. What is not written yet,
+    or lies before the window in a page that is another's by now, may be NaN, and zero times NaN is NaN: such values
+    become 0.
     """
     num_pages, num_heads, page_size, head_dim = kv_pages.shape
     halves = kv_pages.reshape(num_pages * 2, num_heads // 2, page_size, head_dim)
     k_WKCH = from_cache_dtype(halves[pages_W * 2], options.k_scale_K, dtype)
     v_WKCH = from_cache_dtype(halves[pages_W * 2 + 1], options.v_scale_K, dtype)
-    return k_WKCH, jnp.where(is_written_WC[:, None, :, None], v_WKCH, jnp.zeros((), dtype))
+    return k_WKCH, jnp.where(is_held_WC[:, None, :, None], v_WKCH, jnp.zeros((), dtype))
 
 
 def _scores(scores: Array, options: _Options) -> Array:

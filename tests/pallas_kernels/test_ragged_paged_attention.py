@@ -1,251 +1,267 @@
-"""Every implementation of ragged paged attention against a numpy definition and the reference."""
+"""Every implementation of ragged paged attention against the reference, and the reference against a definition."""
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
+from itertools import pairwise
 
-import jax
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
+from attention_cases import STYLES, Case, Program, draw_case, draw_programs
+from attention_runs import TPU_KINDS, Outcome, bits, run
 
-from jaxllm.pallas_kernels.ragged_paged_attention import KVCacheSpec, kv_cache_shape, ragged_paged_attention
+from jaxllm.pallas_kernels.ragged_paged_attention import api
 
-TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
+IMPLEMENTATIONS = tuple(name for name in api.IMPLEMENTATIONS if name != "reference")
+
+# Largest and mean error, by what an implementation may round the operands of its dots to. In bfloat16 these are the
+# weights, of at most 1, and queries or keys into which scales are multiplied: scores of about 3 move by a hundredth,
+# and weights with them. Rounding has no sign, so what is systematic, a scale that is slightly off, shows in the mean.
+TOLERANCE = {
+    "float32": (2e-5, 1e-6),
+    "bfloat16": (3e-2, 2e-3),
+    "int8": (5e-2, 2e-3),
+    "float8_e4m3fn": (5e-2, 2e-3),
+    "float8_e5m2": (5e-2, 2e-3),
+}
+
+SMALL = Program(  # Three heads of 64: on TPUs two share a tile, the third one has another.
+    num_heads=6,
+    num_kv_heads=3,
+    head_dim=64,
+    page_size=16,
+    pages_per_seq=12,
+    num_pages=74,
+    num_seqs=6,
+    num_tokens=96,
+    q_dtype="float32",
+    kv_dtype="float32",
+)
+QUICK = [(program, i, range(7)) for i, program in enumerate(draw_programs(6, seed=61))]
+NIGHTLY = [(program, 1000 + i, range(5)) for i, program in enumerate(draw_programs(64, seed=1))]
+
+
+def each_case(suite: Sequence[tuple[Program, int, range]]) -> pytest.MarkDecorator:
+    """(program, its number, number of the draw), those of one program next to each other, as it is compiled once."""
+    cases = [(program, number, draw) for program, number, draws in suite for draw in draws]
+    names = [f"{number}-{program}-{STYLES[draw % len(STYLES)]}-{draw}" for program, number, draw in cases]
+    return pytest.mark.parametrize(("program", "number", "draw"), cases, ids=names)
+
+
+def assert_close(actual: np.ndarray, expected: np.ndarray, program: Program) -> None:
+    largest, mean = TOLERANCE["bfloat16" if program.q_dtype == "bfloat16" else "float32"]
+    largest, mean = np.maximum((largest, mean), TOLERANCE[program.kv_dtype])
+    actual, expected = actual.astype(np.float32), expected.astype(np.float32)
+    np.testing.assert_allclose(actual, expected, atol=largest, rtol=largest)
+    assert np.abs(actual - expected).mean() <= mean
+
+
+def assert_pages_without_new_tokens_are_untouched(case: Case, outcome: Outcome) -> None:
+    """In every bit, what pads a layout included."""
+    others = np.ones(case.program.num_pages, bool)
+    others[[page for _, _, page, _ in case.new_tokens()]] = False
+    np.testing.assert_array_equal(bits(outcome.kv_pages[others]), bits(outcome.kv_pages_before[others]))
 
 
 @functools.cache
-def jitted(implementation: str, options: tuple[tuple[str, Any], ...]) -> Callable:
-    """One function for each set of static options, so that cases of the same shapes are compiled once."""
-    # The reference is here to be compared with: quick compilation is worth more than quick code.
-    compiler_options = {"xla_backend_optimization_level": 0} if implementation == "reference" else {}
-    call = functools.partial(ragged_paged_attention, implementation=implementation, **dict(options))
-    return jax.jit(call, compiler_options=compiler_options)
+def drawn(program: Program, number: int, draw: int) -> tuple[Case, Outcome]:
+    """A case and what the reference makes of it."""
+    case = draw_case(program, seed=100 * number + draw, style=STYLES[draw % len(STYLES)])
+    return case, run(case, "reference")
 
 
-@dataclasses.dataclass
-class Case:
-    """A step over `rows` of (tokens in the step, tokens in the sequence), drawn from a seed.
+def check_against_the_reference(program: Program, number: int, draw: int, implementation: str) -> None:
+    """Outputs are those of the reference within rounding; the cache is in every bit."""
+    case, expected = drawn(program, number, draw)
+    outcome = run(case, implementation, chip=list(TPU_KINDS)[number % 4], small_blocks=number % 3 != 2)
+    assert_close(outcome.out_TNH, expected.out_TNH, program)
+    np.testing.assert_array_equal(bits(outcome.kv_BC2KH), bits(expected.kv_BC2KH))
+    assert_pages_without_new_tokens_are_untouched(case, outcome)
 
-    Most are padded to the same T, S and P, so that they share compiled functions.
-    """
 
-    rows: list[tuple[int, int]]
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 16
-    page_size: int = 4
-    num_seqs: int = 8
-    num_tokens: int = 192
-    q_dtype: str = "float32"
-    kv_dtype: str = "float32"
-    options: dict = dataclasses.field(default_factory=dict)
-    seed: int = 0
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@each_case(QUICK)
+def test_equals_the_reference(program, number, draw, implementation):
+    check_against_the_reference(program, number, draw, implementation)
 
-    def __post_init__(self):
-        rng = np.random.default_rng(self.seed)
-        S, T = self.num_seqs, self.num_tokens
-        K, H = self.num_kv_heads, self.head_dim
-        P = 304 // self.page_size + 1
-        spec = KVCacheSpec(
-            num_pages=S * P + 1,
-            page_size=self.page_size,
-            num_kv_heads=K,
-            head_dim=H,
-            dtype=jnp.dtype(self.kv_dtype),
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@each_case(NIGHTLY)
+def test_equals_the_reference_in_many_cases(program, number, draw, implementation):
+    check_against_the_reference(program, number, draw, implementation)
+
+
+@each_case([(program, number, range(1)) for program, number, _ in QUICK])
+def test_the_reference_equals_the_definition(program, number, draw):
+    case, outcome = drawn(program, number, draw)
+    kv_BC2KH = written_by_definition(case)
+    np.testing.assert_array_equal(bits(outcome.kv_BC2KH), bits(kv_BC2KH))
+    rtol = 2**-8 if program.q_dtype == "bfloat16" else 2e-5  # That of the output alone.
+    expected = attention_by_definition(case, kv_BC2KH)
+    np.testing.assert_allclose(outcome.out_TNH.astype(np.float64), expected, atol=2e-5, rtol=rtol)
+
+
+def written_by_definition(case: Case) -> np.ndarray:
+    """The cache with the new tokens in it, divided by their scale, rounded, and cut off where the dtype ends."""
+    dtype = case.kv_BC2KH.dtype
+    kv_BC2KH = case.kv_BC2KH.copy()
+    for _, token, page, slot in case.new_tokens():
+        for kv, (x_TKH, name) in enumerate(((case.k_TKH, "k_scale"), (case.v_TKH, "v_scale"))):
+            x_KH = x_TKH[token].astype(np.float32)
+            x_KH = x_KH / np.reshape(case.array_options.get(name, np.float32(1)), (-1, 1))
+            if dtype.itemsize == 1:
+                info = np.iinfo(dtype) if dtype == np.int8 else ml_dtypes.finfo(dtype)
+                x_KH = np.clip(np.rint(x_KH) if dtype == np.int8 else x_KH, float(info.min), float(info.max))
+            kv_BC2KH[page, slot, kv] = x_KH.astype(dtype)
+    return kv_BC2KH
+
+
+def attention_by_definition(case: Case, kv_BC2KH: np.ndarray) -> np.ndarray:
+    """One token and one head at a time, in float64; zero for padding."""
+    program, options = case.program, case.array_options
+    k_scale_K, v_scale_K = (
+        np.broadcast_to(options.get(name, 1.0), program.num_kv_heads).astype(np.float64)
+        for name in ("k_scale", "v_scale")
+    )
+    out_TNH = np.zeros(case.q_TNH.shape)
+    for s, ((q_len, kv_len), (start, _)) in enumerate(zip(case.rows, pairwise(case.cu_q_lens), strict=False)):
+        kv_C2KH = kv_BC2KH[case.page_table_SP[s]].reshape(-1, *kv_BC2KH.shape[2:]).astype(np.float64)
+        for i in range(q_len):
+            position = kv_len - q_len + i
+            first = 0 if program.sliding_window is None else max(0, position - program.sliding_window + 1)
+            for n in range(program.num_heads):
+                h = n // (program.num_heads // program.num_kv_heads)
+                k_CH = kv_C2KH[first : position + 1, 0, h] * k_scale_K[h]
+                v_CH = kv_C2KH[first : position + 1, 1, h] * v_scale_K[h]
+                scores_C = k_CH @ case.q_TNH[start + i, n].astype(np.float64) * program.head_dim**-0.5
+                if program.soft_cap is not None:
+                    scores_C = program.soft_cap * np.tanh(scores_C / program.soft_cap)
+                most = max(scores_C.max(), options["sinks_N"][n]) if program.has_sinks else scores_C.max()
+                weights_C = np.exp(scores_C - most)
+                total = weights_C.sum() + (np.exp(options["sinks_N"][n] - most) if program.has_sinks else 0.0)
+                out_TNH[start + i, n] = weights_C @ v_CH / total
+    return out_TNH
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("first_len", [124, 130, 136])
+def test_chunks_and_blocks_of_keys_meet_at_every_offset(first_len, implementation):
+    """The smallest blocks have 128 tokens: these rows begin before, at and after the border of the first."""
+    case = draw_case(SMALL, seed=first_len, rows=[(9, first_len + i) for i in range(SMALL.num_seqs)])
+    assert_close(run(case, implementation).out_TNH, run(case, "reference").out_TNH, SMALL)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_where_pages_lie_changes_nothing(implementation):
+    case = draw_case(SMALL, seed=1)
+    moved_to_B = np.concatenate([[0], np.random.default_rng(1).permutation(SMALL.num_pages - 1) + 1])
+    moved_kv_BC2KH = np.empty_like(case.kv_BC2KH)
+    moved_kv_BC2KH[moved_to_B] = case.kv_BC2KH
+    moved = dataclasses.replace(
+        case, kv_BC2KH=moved_kv_BC2KH, page_table_SP=moved_to_B[case.page_table_SP].astype(np.int32)
+    )
+    outcome, moved_outcome = run(case, implementation), run(moved, implementation)
+    np.testing.assert_array_equal(bits(outcome.out_TNH), bits(moved_outcome.out_TNH))
+    np.testing.assert_array_equal(bits(outcome.kv_BC2KH), bits(moved_outcome.kv_BC2KH[moved_to_B]))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("ends", [[64, 96], [1, 17, 25, 96], [15, 16, 80, 96]], ids=str)
+def test_splitting_a_prompt_changes_nothing_beyond_rounding(ends, implementation):
+    whole = draw_case(SMALL, seed=2, rows=[(96, 96)])
+    expected = run(whole, implementation)
+    outs_TNH, kv_BC2KH = [], whole.kv_BC2KH
+    for start, end in pairwise([0, *ends]):
+        part = dataclasses.replace(
+            whole,
+            rows=[(end - start, end)],
+            kv_lens_S=np.where(np.arange(SMALL.num_seqs) == 0, end, whole.kv_lens_S).astype(np.int32),
+            cu_q_lens=np.minimum(whole.cu_q_lens, end - start),
+            kv_BC2KH=kv_BC2KH,
+            **{name: np.roll(getattr(whole, name), -start, axis=0) for name in ("q_TNH", "k_TKH", "v_TKH")},
         )
-        self.page_table = np.zeros((S, P), np.int32)
-        pages = rng.permutation(spec.num_pages - 1) + 1
-        for s, (_, kv) in enumerate(self.rows):
-            needed = -(-kv // self.page_size)
-            self.page_table[s, :needed], pages = pages[:needed], pages[needed:]
-        padding = [0] * (S - len(self.rows))
-        self.kv_lens = np.array([kv for _, kv in self.rows] + padding, np.int32)
-        q_lens = np.array([q for q, _ in self.rows] + padding)
-        self.cu_q_lens = np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)
-        self.q = rng.standard_normal((T, self.num_heads, H)).astype(np.float32)
-        self.k = rng.standard_normal((T, K, H)).astype(np.float32)
-        self.v = rng.standard_normal((T, K, H)).astype(np.float32)
-        # Whole sequences, of which all but the step's tokens are in the cache already.
-        self.history = [rng.standard_normal((2, kv, K, H)).astype(np.float32) for _, kv in self.rows]
-        cache = np.full(kv_cache_shape(spec), np.nan, np.float32)
-        for s, (q, kv) in enumerate(self.rows):
-            start = self.cu_q_lens[s]
-            self.history[s][:, kv - q :] = self.k[start : start + q], self.v[start : start + q]
-            for t in range(kv - q):
-                page, slot = self.page_table[s, t // self.page_size], t % self.page_size
-                cache[page, :, slot] = self.history[s][:, t].reshape(2 * K, H)
-        if self.kv_dtype == "int8":
-            cache = np.clip(np.round(np.nan_to_num(cache) / self.options["k_scale"]), -128, 127)
-        self.cache = jnp.asarray(cache, self.kv_dtype)
-
-    def run(self, implementation: str, **changes) -> tuple[np.ndarray, np.ndarray]:
-        options = {"sm_scale": self.head_dim**-0.5, **self.options, **changes}
-        arrays = {name: options.pop(name) for name in ("sinks_N", "k_scale", "v_scale") if name in options}
-        call = jitted(implementation, tuple(sorted(options.items())))
-        out, cache = call(
-            *(jnp.asarray(x, self.q_dtype) for x in (self.q, self.k, self.v)),
-            self.cache,
-            self.kv_lens,
-            self.page_table,
-            self.cu_q_lens,
-            np.array([len(self.rows)], np.int32),
-            **arrays,
-        )
-        return np.asarray(out, np.float32), np.asarray(cache.astype(jnp.float32))
-
-    def expected(self) -> np.ndarray:
-        """Attention by its definition, one token and one head at a time, in float64."""
-        out = np.zeros(self.q.shape)
-        window = self.options.get("sliding_window") or 10**9
-        cap, sinks = self.options.get("soft_cap"), self.options.get("sinks_N")
-        for s, (q_len, kv_len) in enumerate(self.rows):
-            for j in range(q_len):
-                t, position = self.cu_q_lens[s] + j, kv_len - q_len + j
-                seen = slice(max(0, position - window + 1), position + 1)
-                for n in range(self.num_heads):
-                    k, v = self.history[s][:, seen, n // (self.num_heads // self.num_kv_heads)].astype(np.float64)
-                    scores = k @ self.q[t, n] * self.head_dim**-0.5
-                    scores = scores if cap is None else cap * np.tanh(scores / cap)
-                    weights = np.exp(scores - scores.max())
-                    total = weights.sum() + (0 if sinks is None else np.exp(sinks[n] - scores.max()))
-                    out[t, n] = weights @ v / total
-        return out
+        outcome = run(part, implementation)
+        kv_BC2KH = outcome.kv_BC2KH
+        outs_TNH.append(outcome.out_TNH[: end - start])
+    assert_close(np.concatenate(outs_TNH), expected.out_TNH, SMALL)
+    np.testing.assert_array_equal(bits(kv_BC2KH), bits(expected.kv_BC2KH))
 
 
-DECODES = [(1, 1), (1, 7), (1, 33), (1, 4), (1, 64)]
-CHUNKS = [(5, 5), (130, 130), (9, 40), (2, 19)]
-MIXED = [(1, 9), (40, 45), (1, 70), (3, 3), (140, 300), (1, 2)]
-SINKS = np.array([0.3, -1.0, 2.0, 0.0], np.float32)
-
-CASES = {
-    "decodes": Case(DECODES),
-    "chunks": Case(CHUNKS),
-    "mixed": Case(MIXED),
-    "no padding": Case(MIXED, num_seqs=6, num_tokens=186),
-    "many decodes": Case([(1, 1 + 7 * i % 90) for i in range(50)], page_size=8, num_seqs=51, num_tokens=53),
-    "mha": Case(MIXED, num_heads=3, num_kv_heads=3, head_dim=24),
-    "mqa": Case(MIXED, num_heads=4, num_kv_heads=1, page_size=16),
-    "big pages": Case(MIXED, page_size=64),
-    "window": Case(MIXED, options={"sliding_window": 10}),
-    "window of one": Case(MIXED, options={"sliding_window": 1}),
-    "soft cap": Case(MIXED, options={"soft_cap": 0.7}),
-    "sinks": Case(MIXED, options={"sinks_N": SINKS}),
-    "window, soft cap and sinks": Case(MIXED, options={"sliding_window": 33, "soft_cap": 2.0, "sinks_N": SINKS}),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
-def test_equals_the_numpy_definition(name, implementation):
-    case = CASES[name]
-    out, _ = case.run(implementation)
-    np.testing.assert_allclose(out, case.expected(), atol=TOLERANCE["float32"], rtol=TOLERANCE["float32"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_the_order_of_rows_changes_nothing_beyond_rounding(implementation):
+    rows = [(1, 33), (40, 45), (5, 90), (1, 190), (20, 64), (2, 2)]
+    case = draw_case(SMALL, seed=3, rows=rows)
+    order = [3, 2, 5, 0, 4, 1]
+    starts = np.cumsum([0, *(q_len for q_len, _ in rows)])
+    order_T = np.concatenate([np.arange(starts[s], starts[s + 1]) for s in order])
+    order_T = np.concatenate([order_T, np.arange(len(order_T), SMALL.num_tokens)])
+    other = dataclasses.replace(
+        case,
+        rows=[rows[s] for s in order],
+        kv_lens_S=case.kv_lens_S[order],
+        page_table_SP=case.page_table_SP[order],
+        cu_q_lens=np.cumsum([0, *(rows[s][0] for s in order)]).astype(np.int32),
+        **{name: getattr(case, name)[order_T] for name in ("q_TNH", "k_TKH", "v_TKH")},
+    )
+    outcome, other_outcome = run(case, implementation), run(other, implementation)
+    assert_close(other_outcome.out_TNH, outcome.out_TNH[order_T], SMALL)
+    np.testing.assert_array_equal(bits(outcome.kv_BC2KH), bits(other_outcome.kv_BC2KH))
 
 
-@pytest.mark.parametrize("name", ["mixed", "window, soft cap and sinks"])
-@pytest.mark.parametrize(
-    ("q_dtype", "kv_dtype", "options"),
-    [
-        ("bfloat16", "bfloat16", {}),
-        ("float32", "bfloat16", {}),
-        ("float16", "float16", {}),
-        ("float32", "int8", {"k_scale": 0.04, "v_scale": 0.04}),
-        ("float32", "float8_e4m3fn", {"k_scale": 1.0, "v_scale": 1.0}),
-        ("float32", "float8_e5m2", {"k_scale": np.array([1.0, 0.5], np.float32), "v_scale": 1.0}),
-    ],
-)
-def test_xla_equals_the_reference_in_every_dtype(name, q_dtype, kv_dtype, options):
-    base = CASES[name]
-    if kv_dtype == "float8_e5m2":  # A scale per head: start from an empty cache, which scales what it holds.
-        base = dataclasses.replace(base, rows=[(q, q) for q, _ in base.rows])
-    case = dataclasses.replace(base, q_dtype=q_dtype, kv_dtype=kv_dtype, options={**base.options, **options})
-    out, cache = case.run("xla")
-    expected, expected_cache = case.run("reference")
-    np.testing.assert_array_equal(cache, expected_cache)
-    tolerance = max(TOLERANCE[q_dtype], TOLERANCE.get(kv_dtype, 0.0))  # The dots run in the narrower of the two.
-    np.testing.assert_allclose(out, expected, atol=tolerance, rtol=tolerance)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_padding_changes_nothing_and_gives_zeros(implementation):
+    case = draw_case(SMALL, seed=4, rows=[(1, 20), (7, 50), (1, 1)])
+    num_tokens, num_rows = 9, 3
+    is_token_T11 = (np.arange(SMALL.num_tokens) < num_tokens)[:, None, None]
+    is_row_S = np.arange(SMALL.num_seqs) < num_rows
+    plain = dataclasses.replace(
+        case,
+        kv_lens_S=np.where(is_row_S, case.kv_lens_S, 0).astype(np.int32),
+        page_table_SP=np.where(is_row_S[:, None], case.page_table_SP, 0).astype(np.int32),
+        **{name: np.where(is_token_T11, getattr(case, name), np.float32(1)) for name in ("q_TNH", "k_TKH", "v_TKH")},
+    )
+    outcome, plain_outcome = run(case, implementation), run(plain, implementation)
+    np.testing.assert_array_equal(bits(outcome.out_TNH), bits(plain_outcome.out_TNH))
+    np.testing.assert_array_equal(bits(outcome.kv_pages), bits(plain_outcome.kv_pages))
+    assert outcome.out_TNH[:num_tokens].any(axis=(1, 2)).all()
+    assert not outcome.out_TNH[num_tokens:].any()
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
-def test_a_quantized_cache_gives_nearly_the_unquantized_answer(implementation):
-    case = Case(MIXED, kv_dtype="int8", options={"k_scale": 0.04, "v_scale": 0.04})
-    out, _ = case.run(implementation)
-    np.testing.assert_allclose(out, case.expected(), atol=0.05)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("rows", [[], [(0, 0), (0, 40)]], ids=["no rows", "rows without tokens"])
+def test_a_step_without_tokens_touches_nothing(rows, implementation):
+    outcome = run(draw_case(SMALL, seed=5, rows=rows), implementation)
+    assert not outcome.out_TNH.any()
+    np.testing.assert_array_equal(bits(outcome.kv_pages), bits(outcome.kv_pages_before))
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
-def test_only_the_new_tokens_are_written(implementation):
-    case = CASES["mixed"]
-    _, cache = case.run(implementation)
-    changed = ~((cache == np.asarray(case.cache)) | (np.isnan(cache) & np.isnan(np.asarray(case.cache))))
-    written = {tuple(x) for x in np.argwhere(changed.any((1, 3)))}
-    expected = {
-        (case.page_table[s, t // case.page_size], t % case.page_size)
-        for s, (q, kv) in enumerate(case.rows)
-        for t in range(kv - q, kv)
-    }
-    assert written == expected
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_the_promise_of_decodes_only_changes_nothing_beyond_rounding(implementation):
+    S = SMALL.num_seqs
+    case = draw_case(SMALL, seed=6, rows=[(1, 33), (1, 1), (1, 16), (1, 190), (1, 64)])
+    promised = dataclasses.replace(
+        case,
+        program=dataclasses.replace(SMALL, num_tokens=S, decode_only=True),
+        **{name: getattr(case, name)[:S] for name in ("q_TNH", "k_TKH", "v_TKH")},
+    )
+    outcome, promised_outcome = run(case, implementation), run(promised, implementation)
+    assert_close(promised_outcome.out_TNH, outcome.out_TNH[:S], SMALL)
+    np.testing.assert_array_equal(bits(promised_outcome.kv_pages), bits(outcome.kv_pages))
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
-def test_padding_gives_zeros(implementation):
-    case = CASES["mixed"]
-    out, _ = case.run(implementation)
-    num_tokens = sum(q for q, _ in case.rows)
-    assert out[:num_tokens].any(axis=(1, 2)).all()
-    assert not out[num_tokens:].any()
-
-
-def test_the_promise_of_decodes_only_changes_nothing():
-    case = Case(DECODES, num_seqs=8, num_tokens=8)
-    np.testing.assert_array_equal(case.run("xla", decode_only=True)[0], case.run("xla")[0])
-
-
-def test_splitting_a_prompt_into_chunks_changes_nothing():
-    whole = Case([(150, 150)])
-    expected, _ = whole.run("xla")
-    cache, outs = whole.cache, []
-    for start, end in ((0, 64), (64, 65), (65, 150)):
-        part = dataclasses.replace(whole)
-        part.page_table, part.cache = whole.page_table, cache
-        part.kv_lens[0], part.cu_q_lens[1:] = end, end - start
-        part.q, part.k, part.v = (np.roll(x, -start, axis=0) for x in (whole.q, whole.k, whole.v))
-        out, cache = part.run("xla")
-        outs.append(out[: end - start])
-    np.testing.assert_allclose(np.concatenate(outs), expected[:150], atol=TOLERANCE["float32"])
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"q": np.zeros((192, 5, 16))}, "multiple of the 2 KV heads"),
-        ({"k": np.zeros((192, 2, 8))}, r"must both be \[T, K, H\]"),
-        ({"kv_lens": np.zeros(3, np.int32)}, "kv_lens_S has shape"),
-        ({"cu_q_lens": np.zeros(9, np.int64)}, "expected int32"),
-    ],
-)
-def test_wrong_arguments_are_named(change, message):
-    case = dataclasses.replace(CASES["mixed"])
-    for name, value in change.items():
-        setattr(case, name, value)
-    with jax.enable_x64(True), pytest.raises(ValueError, match=message):
-        case.run("xla")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"sliding_window": 0}, "sliding_window is 0"),
-        ({"soft_cap": -1.0}, "soft_cap is -1.0"),
-        ({"decode_only": True}, "as many tokens as rows"),
-        ({"sinks_N": np.zeros(3)}, "sinks_N has shape"),
-        ({"k_scale": np.zeros(3)}, "k_scale has shape"),
-        ({"implementation": "cuda"}, "'cuda' is not known"),
-    ],
-)
-def test_options_out_of_range_are_named(options, message):
-    case = CASES["mixed"]
-    with pytest.raises(ValueError, match=message):
-        case.run(options.pop("implementation", "xla"), **options)
+@pytest.mark.parametrize("head_dim", [64, 80, 256])
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 3])
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8", "float8_e5m2"])
+@pytest.mark.parametrize("implementation", api.IMPLEMENTATIONS)
+def test_pages_give_back_their_tokens_in_every_bit(implementation, kv_dtype, num_kv_heads, head_dim):
+    spec = api.KVCacheSpec(
+        num_pages=3, page_size=32, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=np.dtype(kv_dtype)
+    )
+    kv_BC2KH = np.random.default_rng(0).normal(0.0, 30.0, (3, 32, 2, num_kv_heads, head_dim)).astype(spec.dtype)
+    kv_pages = api.pages_from_tokens(kv_BC2KH, implementation)
+    assert kv_pages.shape == api.kv_cache_shape(spec, implementation)
+    assert kv_pages.dtype == spec.dtype
+    back_BC2KH = np.asarray(api.tokens_from_pages(kv_pages, num_kv_heads, head_dim, implementation))
+    np.testing.assert_array_equal(bits(back_BC2KH), bits(kv_BC2KH))
