@@ -2,6 +2,7 @@
 
 from jaxllm.pallas_kernels.ragged_paged_attention.api import (
     KVCacheSpec,
+    check_support,
     default_implementation,
     kv_cache_shape,
     pages_from_tokens,
@@ -11,6 +12,7 @@ from jaxllm.pallas_kernels.ragged_paged_attention.api import (
 
 __all__ = [
     "KVCacheSpec",
+    "check_support",
     "default_implementation",
     "kv_cache_shape",
     "pages_from_tokens",

@@ -43,6 +43,26 @@ def kv_cache_shape(spec: KVCacheSpec, implementation: str | None = None) -> tupl
     return module.kv_cache_shape(spec.num_pages, spec.page_size, spec.num_kv_heads, spec.head_dim, spec.dtype)
 
 
+def check_support(
+    spec: KVCacheSpec,
+    *,
+    num_heads: int,
+    q_dtype: jnp.dtype,
+    max_seqs: int,
+    max_pages_per_seq: int,
+    implementation: str | None = None,
+) -> None:
+    """Raises ValueError, before there is any array, for what an implementation could not do later."""
+    module = _module(implementation)
+    if hasattr(module, "validate"):
+        module.validate(
+            jax.ShapeDtypeStruct((1, num_heads, spec.head_dim), q_dtype),
+            jax.ShapeDtypeStruct((1, spec.num_kv_heads, spec.head_dim), q_dtype),
+            jax.ShapeDtypeStruct(kv_cache_shape(spec, implementation), spec.dtype),
+            jax.ShapeDtypeStruct((max_seqs, max_pages_per_seq), jnp.int32),
+        )
+
+
 def pages_from_tokens(kv_BC2KH: Array, implementation: str | None = None) -> Array:
     """Pages in the private layout, dtype kept, from the K and V of each of their C = page_size slots.
 

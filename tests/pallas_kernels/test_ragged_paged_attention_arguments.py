@@ -1,5 +1,6 @@
 """Arguments that do not fit are refused, with the value and what would fit, before anything is lowered."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,6 +9,7 @@ import pytest
 
 from jaxllm.pallas_kernels.ragged_paged_attention import (
     KVCacheSpec,
+    check_support,
     default_implementation,
     kv_cache_shape,
     pages_from_tokens,
@@ -109,6 +111,17 @@ def test_what_does_not_fit_is_named_with_what_would(change, message, implementat
 def test_what_is_beyond_the_tpu_kernel_is_named_with_its_limit(change, message):
     with pytest.raises(ValueError, match=message):
         trace("tpu", **change)
+
+
+def test_support_can_be_asked_for_before_there_are_arrays():
+    spec = KVCacheSpec(num_pages=8, page_size=48, num_kv_heads=2, head_dim=128, dtype=jnp.dtype("bfloat16"))
+    ask = functools.partial(
+        check_support, num_heads=8, q_dtype=jnp.dtype("bfloat16"), max_seqs=4, max_pages_per_seq=16
+    )
+    with pytest.raises(ValueError, match="page_size is 48; .*the TPU kernel takes 16, 32, 64, 128, 256"):
+        ask(spec, implementation="tpu")
+    ask(spec, implementation="xla")
+    ask(dataclasses.replace(spec, page_size=64), implementation="tpu")
 
 
 def test_an_unknown_implementation_is_named():
