@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxllm.errors import OutOfMemoryError
-from jaxllm.pallas_kernels.ragged_paged_attention import KVCacheSpec, kv_cache_shape
+from jaxllm.errors import ConfigError, OutOfMemoryError
+from jaxllm.pallas_kernels.ragged_paged_attention import KVCacheSpec, check_support, kv_cache_shape
 
 KV_CACHE_PARTITION = PartitionSpec(None, "model")
 
@@ -29,15 +29,31 @@ class KVCacheLayout:
 
     def structs(self, num_pages: int) -> list[jax.ShapeDtypeStruct]:
         """One layer's array, for each layer."""
-        spec = KVCacheSpec(
+        shape = kv_cache_shape(self._spec(num_pages), self.implementation)
+        return [jax.ShapeDtypeStruct(shape, self.dtype, sharding=self.sharding)] * self.num_layers
+
+    def check_support(self, num_heads: int, q_dtype: jnp.dtype, max_seqs: int, max_pages_per_seq: int) -> None:
+        """Raises ConfigError for what the kernel cannot do; `num_heads` query heads are split like the KV heads."""
+        try:
+            check_support(
+                self._spec(1),
+                num_heads=num_heads,
+                q_dtype=q_dtype,
+                max_seqs=max_seqs,
+                max_pages_per_seq=max_pages_per_seq,
+                implementation=self.implementation,
+            )
+        except ValueError as error:
+            raise ConfigError(f"attention ({self.implementation}): {error}") from error
+
+    def _spec(self, num_pages: int) -> KVCacheSpec:
+        return KVCacheSpec(
             num_pages=num_pages,
             page_size=self.page_size,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             dtype=self.dtype,
         )
-        shape = kv_cache_shape(spec, self.implementation)
-        return [jax.ShapeDtypeStruct(shape, self.dtype, sharding=self.sharding)] * self.num_layers
 
     def page_bytes(self) -> int:
         """Bytes that one page takes on each device, over all layers."""

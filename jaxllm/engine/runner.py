@@ -15,8 +15,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxllm.config import ResolvedConfig
 from jaxllm.engine.kv_cache import KV_CACHE_PARTITION, KVCacheLayout, MemoryBudget, memory_limit_bytes
 from jaxllm.engine.step_program import StepResult, make_step
+from jaxllm.layers.parameter import activation_dtype
 from jaxllm.models.model import Model
 from jaxllm.models.registry import ModelConfig
+from jaxllm.pallas_kernels.ragged_paged_attention import default_implementation
 from jaxllm.scheduler.buckets import Bucket, declare_buckets
 from jaxllm.scheduler.step_batch import StepBatch, fields
 
@@ -50,14 +52,23 @@ class Runner:
         self._config = config
         self._mesh = mesh
         self._whole = NamedSharding(mesh, PartitionSpec())
+        self._platform = mesh.devices.flat[0].platform
+        with jax.set_mesh(mesh):
+            self._implementation = config.attention_implementation or default_implementation()
         self._layout = KVCacheLayout(
             num_layers=model.config.num_layers,
             page_size=config.page_size,
             num_kv_heads=model.config.num_kv_heads,
             head_dim=model.config.head_dim,
             dtype=jnp.dtype(config.kv_cache_dtype),
-            implementation=config.attention_implementation,
+            implementation=self._implementation,
             sharding=NamedSharding(mesh, KV_CACHE_PARTITION),
+        )
+        self._layout.check_support(
+            model.config.num_heads,
+            activation_dtype(jnp.dtype(config.dtype), self._platform),
+            config.max_num_seqs,
+            config.max_pages_per_seq,
         )
         self.buckets = declare_buckets(config.max_num_batched_tokens, config.max_num_seqs, _MIN_TOKENS)
         self._programs: dict[Bucket, jax.stages.Compiled] = {}
@@ -113,9 +124,13 @@ class Runner:
         if config.num_pages is not None:
             self._compile_largest()
             return
-        limit_bytes = memory_limit_bytes(jax.local_devices()[0], config.memory_utilization, self._model.weights_bytes)
+        limit_bytes = memory_limit_bytes(
+            self._mesh.local_devices[0], config.memory_utilization, self._model.weights_bytes
+        )
         at_least, at_most = config.max_pages_per_seq + 1, config.max_num_seqs * config.max_pages_per_seq + 1
-        temporaries_bytes = _estimate_temporaries_bytes(self._model.config, self.buckets[-1])
+        itemsize = activation_dtype(jnp.dtype(config.dtype), self._platform).itemsize
+        num_devices = self._mesh.shape["model"]
+        temporaries_bytes = _estimate_temporaries_bytes(self._model.config, self.buckets[-1], itemsize, num_devices)
         while True:
             budget = MemoryBudget(
                 limit_bytes=limit_bytes,
@@ -141,7 +156,7 @@ class Runner:
     def _compile(self, bucket: Bucket) -> int:
         """Makes the bucket's program. Returns the bytes of its temporaries."""
         config = self._config
-        step = make_step(self._model, bucket, config.max_pages_per_seq, config.attention_implementation)
+        step = make_step(self._model, bucket, config.max_pages_per_seq, self._implementation)
         packed_size = fields(bucket, config.max_pages_per_seq)["num_seqs"].end
         arguments = (
             self._model.structs,
@@ -152,23 +167,24 @@ class Runner:
         out_shardings = ([self._layout.sharding] * self._layout.num_layers, self._whole, self._whole)
         with jax.set_mesh(self._mesh):
             lowered = jax.jit(step, donate_argnums=(1, 2), out_shardings=out_shardings).lower(*arguments)
-            program = lowered.compile(_compiler_options(bucket))
+            program = lowered.compile(_compiler_options(bucket, self._platform))
         self._programs[bucket] = program
         memory = program.memory_analysis()
         assert memory is not None
         return memory.temp_size_in_bytes
 
 
-def _compiler_options(bucket: Bucket) -> dict[str, int]:
+def _compiler_options(bucket: Bucket, platform: str) -> dict[str, int]:
     """What XLA does better for us than by default, on CPU: LLVM's level 2 takes less time than 3 and gives faster
     gathers of pages (decodes of 32 rows: -12%), wider vectors a faster softmax over chunks (512 tokens: -9%)."""
-    if jax.default_backend() != "cpu":
+    if platform != "cpu":
         return {}
     options = {"xla_backend_optimization_level": 2}
     return options if bucket.is_decode_only else options | {"xla_cpu_prefer_vector_width": 512}
 
 
-def _estimate_temporaries_bytes(config: ModelConfig, bucket: Bucket) -> int:
-    """A generous guess at a program's temporaries: a few activations of a layer, and of the logits."""
-    widths = config.model_dim + config.ff_dim + config.num_heads * config.head_dim
-    return 4 * (6 * bucket.num_tokens * widths + 4 * bucket.num_seqs * config.vocab_size)
+def _estimate_temporaries_bytes(config: ModelConfig, bucket: Bucket, itemsize: int, num_devices: int) -> int:
+    """A generous guess at a program's temporaries: a few activations of a layer, and of the logits (float32)."""
+    widths = config.model_dim + (config.ff_dim + config.num_heads * config.head_dim) // num_devices
+    logits = bucket.num_seqs * config.vocab_size // num_devices
+    return 6 * itemsize * bucket.num_tokens * widths + 4 * 4 * logits

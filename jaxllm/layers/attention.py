@@ -45,22 +45,15 @@ class AttentionConfig:
 
 
 class Attention(nnx.Module):
-    """Q, K and V are one weight [D, K, G+2, H]: each KV head with its G query heads, so that a split over K
+    """Q, K and V are one weight [D, K * (G+2) * H]: each KV head with its G query heads, so that a split over K
     keeps together what belongs together."""
 
     def __init__(self, config: AttentionConfig, dtype: jnp.dtype):
         self.config = config
         D, K, H = config.model_dim, config.num_kv_heads, config.head_dim
-        heads = config.num_heads // K + 2
-        self.qkv = Linear(
-            "TD,DKXH->TKXH",
-            (D, K, heads, H),
-            dtype,
-            PartitionSpec(None, "model", None, None),
-            bias_shape=(K, heads, H) if config.qkv_bias else None,
-            bias_partition=PartitionSpec("model", None, None),
-        )
-        self.out = Linear("TX,XD->TD", (config.num_heads * H, D), dtype, PartitionSpec("model", None))
+        width = (config.num_heads + 2 * K) * H
+        self.qkv = Linear(D, width, dtype, PartitionSpec(None, "model"), bias=config.qkv_bias)
+        self.out = Linear(config.num_heads * H, D, dtype, PartitionSpec("model", None))
         self.q_norm = self._norm() if config.qk_norm_eps is not None else None
         self.k_norm = self._norm() if config.qk_norm_eps is not None else None
 
@@ -72,7 +65,7 @@ class Attention(nnx.Module):
     def __call__(self, x_TD: Array, rotation: Rotation, kv_pages: Array, metadata: StepMetadata) -> tuple[Array, Array]:
         """(output [T, D], the cache with this step's K and V)."""
         config = self.config
-        qkv_TKXH = self.qkv(x_TD)
+        qkv_TKXH = self.qkv(x_TD).reshape(x_TD.shape[0], config.num_kv_heads, -1, config.head_dim)
         qk_TKXH, v_TKH = qkv_TKXH[:, :, :-1], qkv_TKXH[:, :, -1]
         if self.q_norm is not None and self.k_norm is not None:
             qk_TKXH = jnp.concatenate([self.q_norm(qk_TKXH[:, :, :-1]), self.k_norm(qk_TKXH[:, :, -1:])], axis=2)

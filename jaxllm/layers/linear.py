@@ -1,40 +1,31 @@
-"""Dense projections whose weights may have more than two axes (heads kept apart, gate beside up)."""
+"""Dense projections."""
 
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from jaxllm.layers.parameter import REPLICATED, parameter
+from jaxllm.layers.parameter import parameter
 
 
 class Linear(nnx.Module):
-    """`y = einsum(equation, x, weight) + bias`, multiplied in the weight's dtype, summed in float32.
+    """`y = x @ weight + bias`, multiplied in the weight's dtype, summed in float32, rounded to x's dtype.
+
+    The weight has two axes, [in, out], also where its columns stand for heads: a TPU tiles the last two axes of an
+    array, and a weight [D, K, H] would be laid out anew for the matrix unit in every step.
 
     Args:
-      equation: like "TD,DF->TF", in the legend's letters.
-      shape: shape of the weight.
-      bias_shape: shape of the bias, the trailing axes of the output; None for none.
-      partition, bias_partition: how they are split over the mesh.
+      partition: how the two axes are split over the mesh.
+      bias: whether there is one, float32 [out].
     """
 
-    def __init__(
-        self,
-        equation: str,
-        shape: tuple[int, ...],
-        dtype: jnp.dtype,
-        partition: PartitionSpec,
-        *,
-        bias_shape: tuple[int, ...] | None = None,
-        bias_partition: PartitionSpec = REPLICATED,
-    ):
-        self.equation = equation
-        self.weight = parameter(shape, dtype, partition)
-        self.bias = None if bias_shape is None else parameter(bias_shape, jnp.dtype(jnp.float32), bias_partition)
+    def __init__(self, in_dim: int, out_dim: int, dtype: jnp.dtype, partition: PartitionSpec, *, bias: bool = False):
+        self.weight = parameter((in_dim, out_dim), dtype, partition)
+        self.bias = parameter((out_dim,), jnp.dtype(jnp.float32), PartitionSpec(partition[1])) if bias else None
 
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x_TX: Array) -> Array:
         weight = self.weight[...]
-        y = jnp.einsum(self.equation, x.astype(weight.dtype), weight, preferred_element_type=jnp.float32)
-        if self.bias is not None:
-            y += self.bias[...].reshape((1,) * (y.ndim - len(self.bias.shape)) + self.bias.shape)
-        return y.astype(x.dtype)
+        # Where devices add up their parts of a sum, they send them in this dtype.
+        dtype = x_TX.dtype if self.bias is None else jnp.float32
+        y_TY = jnp.matmul(x_TX.astype(weight.dtype), weight, preferred_element_type=dtype)
+        return y_TY if self.bias is None else (y_TY + self.bias[...][None, :]).astype(x_TX.dtype)

@@ -14,9 +14,8 @@ from jaxllm.layers.attention import Attention, AttentionConfig, StepMetadata
 from jaxllm.layers.embedding import Embedding
 from jaxllm.layers.mlp import GatedMLP, check_activation
 from jaxllm.layers.norm import RMSNorm
-from jaxllm.layers.parameter import activation_dtype
 from jaxllm.layers.rope import RopeConfig, Rotation, make_rope
-from jaxllm.models.weight_table import WeightTable, fused_gate_up, fused_qkv, same, transposed
+from jaxllm.models.weight_table import WeightTable, fused_qkv, same, transposed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,9 +112,9 @@ class Gemma3Layer(nnx.Module):
 
 
 class Gemma3(nnx.Module):
-    def __init__(self, config: Gemma3Config, dtype: jnp.dtype):
+    def __init__(self, config: Gemma3Config, dtype: jnp.dtype, activation_dtype: jnp.dtype):
         self.config = config
-        self.dtype = activation_dtype(dtype)
+        self.activation_dtype = activation_dtype
         # The factor is rounded to the weights' dtype, as in training.
         self.embedding_scale = float(np.sqrt(config.model_dim).astype(dtype))
         self.embedding = Embedding(config.vocab_size, config.model_dim, dtype)
@@ -127,7 +126,8 @@ class Gemma3(nnx.Module):
         self, token_ids_T: Array, kv_pages: Sequence[Array], metadata: StepMetadata
     ) -> tuple[Array, list[Array]]:
         """(hidden states [T, D] before the last norm, the caches with this step's K and V)."""
-        x_TD = self.embedding(token_ids_T, self.dtype) * jnp.asarray(self.embedding_scale, self.dtype)
+        x_TD = self.embedding(token_ids_T, self.activation_dtype)
+        x_TD *= jnp.asarray(self.embedding_scale, x_TD.dtype)
         global_rotation = self.config.global_rope.rotation(metadata.positions_T)
         local_rotation = self.config.local_rope.rotation(metadata.positions_T)
         updated = []
@@ -159,7 +159,8 @@ def weight_table(config: Gemma3Config) -> WeightTable:
             f"{ours}.attention.out.weight": transposed(f"{theirs}.self_attn.o_proj.weight"),
             f"{ours}.attention_out_norm.weight": same(f"{theirs}.post_attention_layernorm.weight"),
             f"{ours}.mlp_norm.weight": same(f"{theirs}.pre_feedforward_layernorm.weight"),
-            f"{ours}.mlp.gate_up.weight": fused_gate_up(f"{theirs}.mlp"),
+            f"{ours}.mlp.gate.weight": transposed(f"{theirs}.mlp.gate_proj.weight"),
+            f"{ours}.mlp.up.weight": transposed(f"{theirs}.mlp.up_proj.weight"),
             f"{ours}.mlp.down.weight": transposed(f"{theirs}.mlp.down_proj.weight"),
             f"{ours}.mlp_out_norm.weight": same(f"{theirs}.post_feedforward_layernorm.weight"),
         }

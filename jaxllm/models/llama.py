@@ -17,16 +17,8 @@ from jaxllm.layers.attention import Attention, AttentionConfig, StepMetadata
 from jaxllm.layers.embedding import Embedding
 from jaxllm.layers.mlp import GatedMLP, check_activation
 from jaxllm.layers.norm import RMSNorm
-from jaxllm.layers.parameter import activation_dtype
 from jaxllm.layers.rope import RopeConfig, Rotation, make_rope
-from jaxllm.models.weight_table import (
-    WeightTable,
-    fused_gate_up,
-    fused_qkv,
-    fused_qkv_bias,
-    same,
-    transposed,
-)
+from jaxllm.models.weight_table import WeightTable, fused_qkv, fused_qkv_bias, same, transposed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +103,9 @@ class LlamaLayer(nnx.Module):
 
 
 class Llama(nnx.Module):
-    def __init__(self, config: LlamaConfig, dtype: jnp.dtype):
+    def __init__(self, config: LlamaConfig, dtype: jnp.dtype, activation_dtype: jnp.dtype):
         self.config = config
-        self.dtype = activation_dtype(dtype)
+        self.activation_dtype = activation_dtype
         self.embedding = Embedding(config.vocab_size, config.model_dim, dtype)
         self.layers = nnx.List([LlamaLayer(config, i, dtype) for i in range(config.num_layers)])
         self.norm = RMSNorm(config.model_dim, eps=config.norm_eps)
@@ -123,7 +115,7 @@ class Llama(nnx.Module):
         self, token_ids_T: Array, kv_pages: Sequence[Array], metadata: StepMetadata
     ) -> tuple[Array, list[Array]]:
         """(hidden states [T, D] before the last norm, the caches with this step's K and V)."""
-        x_TD = self.embedding(token_ids_T, self.dtype)
+        x_TD = self.embedding(token_ids_T, self.activation_dtype)
         rotation = self.config.rope.rotation(metadata.positions_T)
         updated = []
         for layer, pages in zip(self.layers, kv_pages, strict=True):
@@ -148,7 +140,8 @@ def weight_table(config: LlamaConfig) -> WeightTable:
             f"{ours}.attention.qkv.weight": fused_qkv(f"{theirs}.self_attn", *shape),
             f"{ours}.attention.out.weight": transposed(f"{theirs}.self_attn.o_proj.weight"),
             f"{ours}.mlp_norm.weight": same(f"{theirs}.post_attention_layernorm.weight"),
-            f"{ours}.mlp.gate_up.weight": fused_gate_up(f"{theirs}.mlp"),
+            f"{ours}.mlp.gate.weight": transposed(f"{theirs}.mlp.gate_proj.weight"),
+            f"{ours}.mlp.up.weight": transposed(f"{theirs}.mlp.up_proj.weight"),
             f"{ours}.mlp.down.weight": transposed(f"{theirs}.mlp.down_proj.weight"),
         }
         if config.qkv_bias:

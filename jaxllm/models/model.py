@@ -11,6 +11,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
 from jaxllm.errors import ConfigError
+from jaxllm.layers.parameter import activation_dtype
 from jaxllm.loading.checkpoint import Checkpoint
 from jaxllm.loading.weights import WeightSpec, load_weights
 from jaxllm.models.registry import ModelConfig, find_family
@@ -36,7 +37,10 @@ class Model:
         """
         family = find_family(checkpoint.config)
         config = family.parse_config(checkpoint.config, max_model_len)
-        graphdef, state = nnx.split(nnx.eval_shape(lambda: family.model(config, dtype)))
+        if config.num_kv_heads % mesh.shape["model"]:
+            raise _does_not_divide(f"the number of KV heads, {config.num_kv_heads},", mesh)
+        between_dots = activation_dtype(dtype, mesh.devices.flat[0].platform)
+        graphdef, state = nnx.split(nnx.eval_shape(lambda: family.model(config, dtype, between_dots)))
         table = family.weight_table(config)
         specs = {}
         for path, parameter in nnx.to_flat_state(state):
@@ -81,11 +85,15 @@ def _struct(name: str, parameter: nnx.Variable, mesh: Mesh) -> jax.ShapeDtypeStr
     try:
         sharding.shard_shape(shape)
     except ValueError as error:
-        raise ConfigError(
-            f"{name} has shape {shape}, which does not divide over {mesh.shape['model']} devices: "
-            "choose a tensor_parallel_size that divides the model's KV heads, feed-forward width and vocabulary"
-        ) from error
+        raise _does_not_divide(f"{name} of shape {shape}", mesh) from error
     return jax.ShapeDtypeStruct(shape, parameter.dtype, sharding=sharding)
+
+
+def _does_not_divide(what: str, mesh: Mesh) -> ConfigError:
+    return ConfigError(
+        f"{what} does not divide over {mesh.shape['model']} devices: "
+        "choose a tensor_parallel_size that divides the model's KV heads, feed-forward width and vocabulary"
+    )
 
 
 def model_max_len(hf_config: dict[str, Any]) -> int:

@@ -35,12 +35,13 @@ class ModelConfig(Protocol):
 class Family:
     """How to read a family's config, build its model (under `nnx.eval_shape`) and fill it.
 
+    `model` takes the config, the weights' dtype and that of what passes between dots.
     `prefix` stands before the text model's tensor names in the checkpoint, `ignored_prefixes` before those of parts
     that are not ours (a vision tower).
     """
 
     parse_config: Callable[[dict[str, Any], int], Any]
-    model: Callable[[Any, jnp.dtype], nnx.Module]
+    model: Callable[[Any, jnp.dtype, jnp.dtype], nnx.Module]
     weight_table: Callable[[Any], WeightTable]
     prefix: str = ""
     ignored_prefixes: tuple[str, ...] = ()

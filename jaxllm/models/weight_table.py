@@ -1,7 +1,6 @@
 """Which tensors of a checkpoint make up a parameter, and how.
 
-Hugging Face stores projections as [out, in]. Ours are laid out for the einsums of `layers/`: input axes first, heads
-kept apart, and what is multiplied by the same input fused into one weight.
+Hugging Face stores projections as [out, in], ours are [in, out] (`layers/linear.py`), and Q, K and V are one.
 """
 
 from collections.abc import Callable
@@ -32,21 +31,13 @@ def transposed(name: str) -> Source:
 
 
 def fused_qkv(prefix: str, num_heads: int, num_kv_heads: int, head_dim: int) -> Source:
-    """Three of [heads * H, D] -> [D, K, G+2, H]."""
-    return Source(
-        _qkv_names(prefix, "weight"), lambda *qkv: np.moveaxis(_by_kv_head(qkv, num_kv_heads, head_dim), 3, 0)
-    )
+    """Three of [heads * H, D] -> [D, K * (G+2) * H]."""
+    return Source(_qkv_names(prefix, "weight"), lambda *qkv: _by_kv_head(qkv, num_kv_heads, head_dim).T)
 
 
 def fused_qkv_bias(prefix: str, num_heads: int, num_kv_heads: int, head_dim: int) -> Source:
-    """Three of [heads * H] -> [K, G+2, H]."""
+    """Three of [heads * H] -> [K * (G+2) * H]."""
     return Source(_qkv_names(prefix, "bias"), lambda *qkv: _by_kv_head(qkv, num_kv_heads, head_dim))
-
-
-def fused_gate_up(prefix: str) -> Source:
-    """Two of [F, D] -> [D, 2, F]."""
-    names = (f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight")
-    return Source(names, lambda gate, up: np.moveaxis(np.stack([gate, up]), 2, 0))
 
 
 def _qkv_names(prefix: str, kind: str) -> tuple[str, ...]:
@@ -54,5 +45,6 @@ def _qkv_names(prefix: str, kind: str) -> tuple[str, ...]:
 
 
 def _by_kv_head(qkv: tuple[np.ndarray, ...], num_kv_heads: int, head_dim: int) -> np.ndarray:
-    """[heads * H, ...] each -> [K, G+2, H, ...]."""
-    return np.concatenate([x.reshape(num_kv_heads, -1, head_dim, *x.shape[1:]) for x in qkv], axis=1)
+    """[heads * H, ...] each -> [K * (G+2) * H, ...]."""
+    by_head = [x.reshape(num_kv_heads, -1, head_dim, *x.shape[1:]) for x in qkv]
+    return np.concatenate(by_head, axis=1).reshape(-1, *qkv[0].shape[1:])
