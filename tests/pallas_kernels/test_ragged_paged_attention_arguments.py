@@ -118,7 +118,7 @@ def test_support_can_be_asked_for_before_there_are_arrays():
     ask = functools.partial(
         check_support, num_heads=8, q_dtype=jnp.dtype("bfloat16"), max_seqs=4, max_pages_per_seq=16
     )
-    with pytest.raises(ValueError, match="page_size is 48; .*the TPU kernel takes 16, 32, 64, 128, 256"):
+    with pytest.raises(ValueError, match=r"page_size is 48; .*the TPU kernel takes 16, 32, 64, 128, 256"):
         ask(spec, implementation="tpu")
     ask(spec, implementation="xla")
     ask(dataclasses.replace(spec, page_size=64), implementation="tpu")
