@@ -45,14 +45,15 @@ class AttentionConfig:
 
 
 class Attention(nnx.Module):
-    """Q, K and V are one weight [D, K * (G+2) * H]: each KV head with its G query heads, so that a split over K
-    keeps together what belongs together."""
+    """Split over heads. Q, K and V are three weights: parts of one would have to be cut out of its product."""
 
     def __init__(self, config: AttentionConfig, dtype: jnp.dtype):
         self.config = config
-        D, K, H = config.model_dim, config.num_kv_heads, config.head_dim
-        width = (config.num_heads + 2 * K) * H
-        self.qkv = Linear(D, width, dtype, PartitionSpec(None, "model"), bias=config.qkv_bias)
+        D, H = config.model_dim, config.head_dim
+        columns = PartitionSpec(None, "model")
+        self.q = Linear(D, config.num_heads * H, dtype, columns, bias=config.qkv_bias)
+        self.k = Linear(D, config.num_kv_heads * H, dtype, columns, bias=config.qkv_bias)
+        self.v = Linear(D, config.num_kv_heads * H, dtype, columns, bias=config.qkv_bias)
         self.out = Linear(config.num_heads * H, D, dtype, PartitionSpec("model", None))
         self.q_norm = self._norm() if config.qk_norm_eps is not None else None
         self.k_norm = self._norm() if config.qk_norm_eps is not None else None
@@ -65,13 +66,11 @@ class Attention(nnx.Module):
     def __call__(self, x_TD: Array, rotation: Rotation, kv_pages: Array, metadata: StepMetadata) -> tuple[Array, Array]:
         """(output [T, D], the cache with this step's K and V)."""
         config = self.config
-        qkv_TKXH = self.qkv(x_TD).reshape(x_TD.shape[0], config.num_kv_heads, -1, config.head_dim)
-        qk_TKXH, v_TKH = qkv_TKXH[:, :, :-1], qkv_TKXH[:, :, -1]
+        shape = (x_TD.shape[0], -1, config.head_dim)
+        q_TNH, k_TKH, v_TKH = (project(x_TD).reshape(shape) for project in (self.q, self.k, self.v))
         if self.q_norm is not None and self.k_norm is not None:
-            qk_TKXH = jnp.concatenate([self.q_norm(qk_TKXH[:, :, :-1]), self.k_norm(qk_TKXH[:, :, -1:])], axis=2)
-        qk_TKXH = rotate(qk_TKXH, rotation)
-        q_TNH = qk_TKXH[:, :, :-1].reshape(-1, config.num_heads, config.head_dim)
-        k_TKH = qk_TKXH[:, :, -1]
+            q_TNH, k_TKH = self.q_norm(q_TNH), self.k_norm(k_TKH)
+        q_TNH, k_TKH = rotate(q_TNH, rotation), rotate(k_TKH, rotation)
         out_TNH, kv_pages = _attend(q_TNH, k_TKH, v_TKH, kv_pages, metadata, config)
         return self.out(out_TNH.reshape(-1, config.num_heads * config.head_dim)), kv_pages
 

@@ -38,13 +38,24 @@ class RopeConfig:
         return Rotation(*lax.optimization_barrier(tuple(rotation)))
 
 
-def rotate(x_TKXH: Array, rotation: Rotation) -> Array:
+def rotate(x_TNH: Array, rotation: Rotation) -> Array:
     """Rotates the pairs (i, i + R/2) of each head's first R dimensions, in float32."""
-    cos_T11R, sin_T11R = rotation.cos_TR[:, None, None], rotation.sin_TR[:, None, None]
-    R = cos_T11R.shape[-1]
-    x32 = x_TKXH[..., :R].astype(jnp.float32)
-    rotated = (x32 * cos_T11R + jnp.roll(x32, R // 2, axis=-1) * sin_T11R).astype(x_TKXH.dtype)
-    return rotated if x_TKXH.shape[-1] == R else jnp.concatenate([rotated, x_TKXH[..., R:]], axis=-1)
+    cos_T1R, sin_T1R = rotation.cos_TR[:, None], rotation.sin_TR[:, None]
+    R = cos_T1R.shape[-1]
+    x_TNR = x_TNH[..., :R]
+    x32 = x_TNR.astype(jnp.float32)
+    rotated = (x32 * cos_T1R + _swap_halves(x_TNR) * sin_T1R).astype(x_TNH.dtype)
+    return rotated if x_TNH.shape[-1] == R else jnp.concatenate([rotated, x_TNH[..., R:]], axis=-1)
+
+
+def _swap_halves(x_TNR: Array) -> Array:
+    """float32. 16-bit numbers by a product, which is exact: each sum has one term that is not zero. (Half a head is
+    half a register of a TPU, and to take it out XLA lays out everything anew, and back.)"""
+    R = x_TNR.shape[-1]
+    if x_TNR.dtype.itemsize > 2:
+        return jnp.roll(x_TNR, R // 2, axis=-1).astype(jnp.float32)
+    swap_RR = jnp.roll(jnp.eye(R, dtype=x_TNR.dtype), R // 2, axis=1)
+    return jnp.matmul(x_TNR, swap_RR, preferred_element_type=jnp.float32)
 
 
 def make_rope(config: dict[str, Any], head_dim: int, max_model_len: int, *, theta: float | None = None) -> RopeConfig:

@@ -15,7 +15,7 @@ from jaxllm.layers.embedding import Embedding
 from jaxllm.layers.mlp import GatedMLP, check_activation
 from jaxllm.layers.norm import RMSNorm
 from jaxllm.layers.rope import RopeConfig, Rotation, make_rope
-from jaxllm.models.weight_table import WeightTable, fused_qkv, same, transposed
+from jaxllm.models.weight_table import WeightTable, same, transposed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,9 +151,9 @@ def weight_table(config: Gemma3Config) -> WeightTable:
         ours, theirs = f"layers.{i}", f"model.layers.{i}"
         table |= {
             f"{ours}.attention_norm.weight": same(f"{theirs}.input_layernorm.weight"),
-            f"{ours}.attention.qkv.weight": fused_qkv(
-                f"{theirs}.self_attn", config.num_heads, config.num_kv_heads, config.head_dim
-            ),
+            f"{ours}.attention.q.weight": transposed(f"{theirs}.self_attn.q_proj.weight"),
+            f"{ours}.attention.k.weight": transposed(f"{theirs}.self_attn.k_proj.weight"),
+            f"{ours}.attention.v.weight": transposed(f"{theirs}.self_attn.v_proj.weight"),
             f"{ours}.attention.q_norm.weight": same(f"{theirs}.self_attn.q_norm.weight"),
             f"{ours}.attention.k_norm.weight": same(f"{theirs}.self_attn.k_norm.weight"),
             f"{ours}.attention.out.weight": transposed(f"{theirs}.self_attn.o_proj.weight"),

@@ -18,7 +18,7 @@ from jaxllm.layers.embedding import Embedding
 from jaxllm.layers.mlp import GatedMLP, check_activation
 from jaxllm.layers.norm import RMSNorm
 from jaxllm.layers.rope import RopeConfig, Rotation, make_rope
-from jaxllm.models.weight_table import WeightTable, fused_qkv, fused_qkv_bias, same, transposed
+from jaxllm.models.weight_table import WeightTable, same, transposed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,6 @@ class Llama(nnx.Module):
 
 
 def weight_table(config: LlamaConfig) -> WeightTable:
-    shape = config.num_heads, config.num_kv_heads, config.head_dim
     table = {"embedding.weight": same("model.embed_tokens.weight"), "norm.weight": same("model.norm.weight")}
     if not config.tie_embeddings:
         table["head.weight"] = same("lm_head.weight")
@@ -137,7 +136,9 @@ def weight_table(config: LlamaConfig) -> WeightTable:
         ours, theirs = f"layers.{i}", f"model.layers.{i}"
         table |= {
             f"{ours}.attention_norm.weight": same(f"{theirs}.input_layernorm.weight"),
-            f"{ours}.attention.qkv.weight": fused_qkv(f"{theirs}.self_attn", *shape),
+            f"{ours}.attention.q.weight": transposed(f"{theirs}.self_attn.q_proj.weight"),
+            f"{ours}.attention.k.weight": transposed(f"{theirs}.self_attn.k_proj.weight"),
+            f"{ours}.attention.v.weight": transposed(f"{theirs}.self_attn.v_proj.weight"),
             f"{ours}.attention.out.weight": transposed(f"{theirs}.self_attn.o_proj.weight"),
             f"{ours}.mlp_norm.weight": same(f"{theirs}.post_attention_layernorm.weight"),
             f"{ours}.mlp.gate.weight": transposed(f"{theirs}.mlp.gate_proj.weight"),
@@ -145,7 +146,8 @@ def weight_table(config: LlamaConfig) -> WeightTable:
             f"{ours}.mlp.down.weight": transposed(f"{theirs}.mlp.down_proj.weight"),
         }
         if config.qkv_bias:
-            table[f"{ours}.attention.qkv.bias"] = fused_qkv_bias(f"{theirs}.self_attn", *shape)
+            for x in "qkv":
+                table[f"{ours}.attention.{x}.bias"] = same(f"{theirs}.self_attn.{x}_proj.bias")
         if config.qk_norm:
             table[f"{ours}.attention.q_norm.weight"] = same(f"{theirs}.self_attn.q_norm.weight")
             table[f"{ours}.attention.k_norm.weight"] = same(f"{theirs}.self_attn.k_norm.weight")

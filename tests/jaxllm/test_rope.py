@@ -2,6 +2,8 @@
 
 import math
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -127,7 +129,7 @@ def test_pairs_turn_by_position_times_frequency(partial):
     R = int(16 * partial)
     assert len(config.inv_freq) == R // 2
     scaled = RopeConfig(inv_freq=config.inv_freq, scale=1.5)
-    x = np.random.default_rng(0).standard_normal((4, 2, 3, 16)).astype(np.float32)
+    x = np.random.default_rng(0).standard_normal((4, 6, 16)).astype(np.float32)
     positions = np.array([0, 1, 77, 4000], np.int32)
     expected = x.astype(np.float64)
     for t, position in enumerate(positions):
@@ -139,3 +141,11 @@ def test_pairs_turn_by_position_times_frequency(partial):
     rotated = rotate(x, scaled.rotation(positions))
     np.testing.assert_allclose(rotated, expected, atol=2e-3)  # float32 angles of 4,000 rad are 2e-4 off.
     np.testing.assert_allclose(rotated[:3], expected[:3], atol=2e-5)
+
+
+@pytest.mark.parametrize("rotated_dims", [64, 32])
+def test_16_bits_are_rotated_as_32_are(rotated_dims):
+    x_TNH = jax.random.normal(jax.random.key(0), (5, 3, 64), jnp.bfloat16)
+    rotation = make_rope({}, rotated_dims, 1024, theta=10_000.0).rotation(jnp.arange(5))
+    expected = rotate(x_TNH.astype(jnp.float32), rotation).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(np.asarray(rotate(x_TNH, rotation)), np.asarray(expected))
