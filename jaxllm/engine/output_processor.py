@@ -19,6 +19,7 @@ _REASONS: dict[RequestStatus, FinishReason] = {
     RequestStatus.FINISHED_STOP: "stop",
     RequestStatus.FINISHED_LENGTH: "length",
     RequestStatus.FINISHED_ABORT: "abort",
+    RequestStatus.FINISHED_TIMEOUT: "timeout",
 }
 
 
@@ -87,14 +88,15 @@ class OutputProcessor:
         here because of a stop string, which the scheduler does not know yet."""
         now = time.monotonic()
         stopped = []
-        for request, token_id in zip(output.requests, output.token_ids.tolist(), strict=True):
+        for request, token_ids in output.tokens_by_request():
             record = self._records[request.request_id]
             if record.metrics.first_token_time is None:
                 record.metrics.first_token_time = now
-            is_stop_token = request.status is RequestStatus.FINISHED_STOP
-            if record.detokenizer is None or is_stop_token:
+            if request.status is RequestStatus.FINISHED_STOP:
+                token_ids = token_ids[:-1]
+            if record.detokenizer is None or not token_ids:
                 continue
-            text, stop_string = record.stop_strings.append(record.detokenizer.append([token_id]))
+            text, stop_string = record.stop_strings.append(record.detokenizer.append(token_ids))
             record.show(text)
             if stop_string is not None:
                 stopped.append(self._finish(record, "stop", stop_string, now))
