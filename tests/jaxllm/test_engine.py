@@ -116,7 +116,7 @@ def test_a_request_may_leave_in_any_state(tiny_llm):
     expected = tokens(tiny_llm, prompts, GREEDY)
     for num_steps in range(14):
         for i in range(18):
-            engine.add_request(str(i), PROMPTS[3], GREEDY)
+            engine.add_request(str(i), prompts[i], GREEDY)
         for _ in range(num_steps):
             engine.step()
         for i in range(17):
