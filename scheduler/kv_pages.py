@@ -25,8 +25,9 @@ class KVPages:
     def num_free_pages(self) -> int:
         return self.pool.num_free_pages
 
-    def begin_admissions(self, prompt_row: int | None) -> None:
-        """Makes known what launched steps have computed, and what the row amid its prompt is going to compute."""
+    def begin_admissions(self, reading_row: int | None) -> None:
+        """Makes known what launched steps have computed, and what the row amid its prompt is going to
+        compute."""
         self._coming.clear()
         if not self.cache.is_enabled:
             return
@@ -35,8 +36,8 @@ class KVPages:
         rows = (num_full_R > table.num_registered_pages).nonzero()[0]
         for row, num_full_pages in zip(rows.tolist(), num_full_R[rows].tolist(), strict=True):
             self._register(row, num_full_pages)
-        if prompt_row is not None:
-            self._expect(prompt_row)
+        if reading_row is not None and table.requests[reading_row] is not None:
+            self._expect(reading_row)
 
     def match(self, request: Request) -> list[int] | None:
         """The cached pages that the request would share; None if more of them will be there in a few steps."""

@@ -72,10 +72,10 @@ class StepPlanner:
         if self._prompt_row is not None or self._waiting:
             may_admit = not has_preempted and self.pacing.window_s(self._waiting, now) == 0.0
             budget = left = self._prompt_budget(scheduled_R, now)
-            if self._prompt_row is not None:
-                left = self._read_on(self._prompt_row, scheduled_R, budget, may_admit)
+            if (reading_row := self._prompt_row) is not None:
+                left = self._read_on(reading_row, scheduled_R, budget, may_admit)
             if may_admit:
-                left = self._admit(scheduled_R, left)
+                left = self._admit(scheduled_R, left, reading_row)
             is_mixed = is_mixed or left < budget
         return self._commit(scheduled_R, is_mixed, now)
 
@@ -193,12 +193,10 @@ class StepPlanner:
         waiting request of lower priority number takes its place, where the cache keeps what has been computed.
         Returns what is left of the budget.
         """
-        table, request = self.table, self.table.requests[row]
-        if may_admit and self._policy.preempts and self.pages.cache.serves(request):
-            first = self._first_waiting()
-            if first is not None and first.priority < request.priority:
-                self.preempt(request, scheduled_R)
-                return budget
+        table = self.table
+        if may_admit and self._policy.preempts and self._is_better_read_instead(row):
+            self.preempt(table.requests[row], scheduled_R)
+            return budget
         num_computed = table.num_computed_tokens.item(row)
         num_fitting = table.num_slots.item(row) + self.pages.num_free_pages * self.config.page_size - num_computed
         num_tokens = min(int(scheduled_R[row]), budget, num_fitting)
@@ -208,10 +206,19 @@ class StepPlanner:
         scheduled_R[row] = num_tokens
         return budget - num_tokens
 
-    def _admit(self, scheduled_R: np.ndarray, budget: int) -> int:
+    def _is_better_read_instead(self, row: int) -> bool:
+        """Whether the first waiting request outranks the one amid its prompt, would have pages in its place, and would
+        not waste what has been computed for it."""
+        pages, request, first = self.pages, self.table.requests[row], self._first_waiting()
+        if first is None or first.priority >= request.priority or first.num_awaited_plans:
+            return False
+        num_free = pages.num_free_pages + pages.num_freed_by(row) - (self.num_running - 1)
+        return pages.cache.serves(request) and pages.num_missing(first, pages.cache.match(first)) <= num_free
+
+    def _admit(self, scheduled_R: np.ndarray, budget: int, reading_row: int | None) -> int:
         """Starts waiting requests in order, while a row, budget, and pages for all their tokens are free.
 
-        Those whose first pages are being computed for another are passed over. One whose last token is on its way is
+        Those whose first pages are being computed for another, such as `reading_row`, are passed over. One whose last token is on its way is
         waited for, so that nobody takes its place. Returns what is left of the budget.
         """
         deferred: list[Request] = []
@@ -220,7 +227,7 @@ class StepPlanner:
             if not self.table.num_free_rows and not self._outranks_some(request):
                 break
             if not has_begun:
-                self.pages.begin_admissions(self._prompt_row)
+                self.pages.begin_admissions(reading_row)
                 has_begun = True
             request = self._longest_match(request)
             if request.num_awaited_plans:
