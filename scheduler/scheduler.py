@@ -176,7 +176,7 @@ class Scheduler:
         if plan.num_draft_tokens is not None or table.last_release >= plan.clock:
             counts_S, others = self._take_in_others(plan, sampled_token_ids, num_sampled_tokens)
             rows, token_ids = rows[counts_S], sampled_token_ids.reshape(len(rows), -1)[counts_S, 0]
-        elif not plan.is_decode_only:
+        elif not plan.all_sample:
             rows, token_ids = rows[plan.samples], token_ids[plan.samples]
         requests = table.requests_of(rows)
         num_tokens = table.append_token(rows, token_ids)

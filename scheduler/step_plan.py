@@ -20,6 +20,7 @@ class StepPlan:
     num_computed_tokens: int32[S], tokens whose keys and values are in the row's pages before this step.
     samples: bool[S]. The step reaches the last token of the row, so what is sampled for it is new. The others are
         in the middle of their prompt, and what is sampled for them is to be ignored.
+    all_sample: whether all of `samples` are true.
     from_device: bool[S]. The one token of the row is not known to the host yet: it is what the row's previous
         step samples, and the device takes it from there.
     num_draft_tokens: int32[S], how many of the row's last tokens in this step are drafts, which the step verifies;
@@ -35,6 +36,7 @@ class StepPlan:
     num_scheduled_tokens: np.ndarray
     num_computed_tokens: np.ndarray
     samples: np.ndarray
+    all_sample: bool
     from_device: np.ndarray
     num_draft_tokens: np.ndarray | None
     num_decodes: int

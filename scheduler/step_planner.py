@@ -218,8 +218,8 @@ class StepPlanner:
     def _admit(self, scheduled_R: np.ndarray, budget: int, reading_row: int | None) -> int:
         """Starts waiting requests in order, while a row, budget, and pages for all their tokens are free.
 
-        Those whose first pages are being computed for another, such as `reading_row`, are passed over. One whose last token is on its way is
-        waited for, so that nobody takes its place. Returns what is left of the budget.
+        Those whose first pages are being computed for another, such as `reading_row`, are passed over. One whose last
+        token is on its way is waited for, so that nobody takes its place. Returns what is left of the budget.
         """
         deferred: list[Request] = []
         has_begun = False
@@ -302,6 +302,7 @@ class StepPlanner:
             num_scheduled_tokens=num_scheduled_S,
             num_computed_tokens=num_computed_S,
             samples=samples_S,
+            all_sample=not is_mixed or bool(samples_S.all()),
             from_device=from_device_S,
             num_draft_tokens=num_draft_S,
             num_decodes=num_decodes,

@@ -225,3 +225,8 @@ def make_loop(make_config: Callable[..., SchedulerConfig]) -> Callable[..., Loop
 @pytest.fixture
 def expect_alone() -> Callable[[Request, SchedulerConfig], list[int]]:
     return expected_output
+
+
+@pytest.fixture
+def loop_class() -> type[Loop]:
+    return Loop
