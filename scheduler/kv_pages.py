@@ -25,6 +25,11 @@ class KVPages:
     def num_free_pages(self) -> int:
         return self.pool.num_free_pages
 
+    def prepare(self, request: Request) -> None:
+        """Hashes the prompt of a request that has arrived, so that no step has to wait for it."""
+        if self.cache.serves(request):
+            self.cache.keys(request)
+
     def begin_admissions(self, reading_row: int | None) -> None:
         """Makes known what launched steps have computed, and what the row amid its prompt is going to
         compute."""
@@ -99,9 +104,9 @@ class KVPages:
     def _register(self, row: int, num_full_pages: int) -> None:
         table, request = self._table, self._table.requests[row]
         if self.cache.serves(request):
-            keys = self.cache.keys(request)
-            for index in range(table.num_registered_pages.item(row), num_full_pages):
-                self.cache.register(keys[index], table.page_table.item(row, index))
+            first = table.num_registered_pages.item(row)
+            pages = table.page_table[row, first:num_full_pages].tolist()
+            self.cache.register(self.cache.keys(request)[first:num_full_pages], pages)
         table.num_registered_pages[row] = num_full_pages
 
     def _expect(self, row: int) -> None:

@@ -1,6 +1,6 @@
 """Which page holds the keys and values of which tokens."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from hashlib import sha256
 
 from jaxllm.scheduler.request import Request
@@ -52,18 +52,20 @@ class PrefixCache:
         if not self.serves(request):
             return []
         pages: list[int] = []
-        for key in self.keys(request)[: (request.num_tokens - 1) // self._page_size]:
-            page = self._page_of.get(key)
-            if page is None:
+        most = (request.num_tokens - 1) // self._page_size
+        for key in self.keys(request):
+            if len(pages) == most or (page := self._page_of.get(key)) is None:
                 break
             pages.append(page)
         return pages
 
-    def register(self, key: bytes, page: int) -> None:
-        """Makes a page known. Where the key has a page already, the new one stays unknown."""
-        if key not in self._page_of:
-            self._page_of[key] = page
-            self._key_of[page] = key
+    def register(self, keys: Sequence[bytes], pages: Sequence[int]) -> None:
+        """Makes pages known. Where a key has a page already, the new one stays unknown."""
+        page_of, key_of = self._page_of, self._key_of
+        for key, page in zip(keys, pages, strict=True):
+            if key not in page_of:
+                page_of[key] = page
+                key_of[page] = key
 
     def forget(self, pages: Iterable[int]) -> None:
         """Of pages that are not known nothing is to be forgotten."""

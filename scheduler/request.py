@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from jaxllm.scheduler.running_table import RunningTable
 
 _MAX_INT32 = 2**31 - 1
+_NO_TOKENS = np.zeros(0, np.int32)
 
 
 class RequestStatus(enum.Enum):
@@ -34,6 +35,8 @@ class RequestStatus(enum.Enum):
     FINISHED_ABORT = "finished_abort"  # the client left
     FINISHED_TIMEOUT = "finished_timeout"  # its deadline passed, or it waited for longer than it wanted to
     FINISHED_ERROR = "finished_error"  # the step that it was in failed
+
+    __hash__ = object.__hash__  # Enum hashes names in Python, several times a transition
 
     @property
     def is_finished(self) -> bool:
@@ -221,7 +224,7 @@ class Request:
         """Hands the tokens over to a row of the running table."""
         self.move_to(RequestStatus.PREFILLING)
         self._table, self._row = table, row
-        self._token_ids = self._token_ids[:0]
+        self._token_ids = _NO_TOKENS
 
     def detach(self) -> None:
         """Takes the tokens back from the row."""

@@ -55,16 +55,11 @@ class RunningTable:
         self.token_ids = np.zeros((num_rows, config.max_model_len), np.int32)
         self.flat_token_ids = self.token_ids.reshape(-1)
         self.first_token_index = np.arange(num_rows) * config.max_model_len
-        self.num_tokens = np.zeros(num_rows, np.int32)
-        self.num_total_tokens = np.zeros(num_rows, np.int32)
-        self.num_computed_tokens = np.zeros(num_rows, np.int32)
-        self.max_total_tokens = np.zeros(num_rows, np.int32)
-        self.num_draft_tokens = np.zeros(num_rows, np.int32)
+        self._counters = np.zeros((8, num_rows), np.int32)  # all that a row without a request has none of
+        self.num_tokens, self.num_total_tokens, self.num_computed_tokens, self.max_total_tokens = self._counters[:4]
+        self.num_pages, self.num_slots, self.num_registered_pages, self.num_draft_tokens = self._counters[4:]
         self.is_verifying = np.zeros(num_rows, bool)
         self.page_table = np.zeros((num_rows, config.max_pages_per_seq), np.int32)
-        self.num_pages = np.zeros(num_rows, np.int32)
-        self.num_slots = np.zeros(num_rows, np.int32)
-        self.num_registered_pages = np.zeros(num_rows, np.int32)
         self.sampling = np.zeros((5, num_rows), np.int32)
         self.tenant = np.zeros(num_rows, np.int64)
         self.priority = np.full(num_rows, _NO_PRIORITY)
@@ -73,7 +68,8 @@ class RunningTable:
         self.last_release = -1
         self.num_verifying = 0
         self.requests = np.full(num_rows, None, object)
-        self._stop_counts = np.zeros(_STOP_BITS + 1, np.int32)
+        self._num_stops = [0] * (_STOP_BITS + 1)  # requests that a token with these low bits may stop
+        self._is_stop = np.zeros(_STOP_BITS + 1, bool)
         self._free_rows = list(range(num_rows - 1, -1, -1))  # a stack; low numbers first
 
     @property
@@ -105,7 +101,9 @@ class RunningTable:
         self.tenant[row] = tenant
         self.priority[row] = request.priority
         for token_id in request.stop_token_ids:
-            self._stop_counts[token_id & _STOP_BITS] += 1
+            bits = token_id & _STOP_BITS
+            self._num_stops[bits] += 1
+            self._is_stop[bits] = True
         self.requests[row] = request
         request.attach(self, row)
         return row
@@ -116,13 +114,14 @@ class RunningTable:
         assert request is not None
         request.detach()
         for token_id in request.stop_token_ids:
-            self._stop_counts[token_id & _STOP_BITS] -= 1
+            bits = token_id & _STOP_BITS
+            self._num_stops[bits] -= 1
+            if not self._num_stops[bits]:
+                self._is_stop[bits] = False
         row_pages = self.page_table[row, : self.num_pages.item(row)]
         pages = row_pages.tolist()
         row_pages.fill(0)
-        self.num_tokens[row] = self.num_total_tokens[row] = self.num_computed_tokens[row] = 0
-        self.num_pages[row] = self.num_slots[row] = self.num_registered_pages[row] = 0
-        self.max_total_tokens[row] = self.num_draft_tokens[row] = 0
+        self._counters[:, row] = 0
         if self.num_verifying:
             self.num_verifying -= int(self.is_verifying[row])
             self.is_verifying[row] = False
@@ -149,9 +148,9 @@ class RunningTable:
         return wanted_R
 
     def may_stop(self, token_ids: np.ndarray) -> np.ndarray:
-        """int32, of the shape of `token_ids`: not 0 where a token may be a stop token of some row. It seldom is not,
-        which the request's own `stop_token_ids` decides."""
-        return self._stop_counts[token_ids & _STOP_BITS]
+        """bool, of the shape of `token_ids`: where a token may be a stop token of some row. It seldom is not, which the
+        request's own `stop_token_ids` decides."""
+        return self._is_stop[token_ids & _STOP_BITS]
 
     def append_token(self, rows: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
         """The oldest pending token of each of these rows (int[M], distinct) has become known to the host.
@@ -225,9 +224,7 @@ class RunningTable:
         free_rows = [row for row, request in enumerate(self.requests) if request is None]
         assert sorted(self._free_rows) == free_rows
         assert all(request.row == row for row, request in enumerate(self.requests) if request is not None)
-        lengths = [self.num_tokens, self.num_total_tokens, self.max_total_tokens, self.num_computed_tokens]
-        for counter in [*lengths, self.num_pages, self.num_registered_pages, self.num_draft_tokens]:
-            assert not counter[free_rows].any(), "a free row is not blank"
+        assert not self._counters[:, free_rows].any(), "a free row is not blank"
         assert self.num_verifying == np.count_nonzero(self.is_verifying)
         assert (self.num_tokens <= self.num_total_tokens).all()
         assert (self.num_total_tokens <= self.max_total_tokens).all()
@@ -240,4 +237,6 @@ class RunningTable:
         assert (self.num_registered_pages <= self.num_full_pages()).all()
         assert ((self.page_table != 0) == self._is_owned).all(), "a page is null, or lies beyond num_pages"
         stops = [token_id & _STOP_BITS for request in self.running_requests for token_id in request.stop_token_ids]
-        assert (self._stop_counts == np.bincount(stops, minlength=_STOP_BITS + 1)).all()
+        num_stops = np.bincount(np.array(stops, int), minlength=_STOP_BITS + 1)
+        assert self._num_stops == num_stops.tolist()
+        assert (self._is_stop == (num_stops > 0)).all()

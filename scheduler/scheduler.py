@@ -88,6 +88,7 @@ class Scheduler:
         self._num_arrivals += 1
         self._requests[request.request_id] = request
         self._deadlines.add(request)
+        self._planner.pages.prepare(request)
         if request.status is RequestStatus.WAITING_FOR_INPUT:
             self._preparing[request.request_id] = request
             self._num_preparing_tokens += request.num_tokens

@@ -340,17 +340,18 @@ class StepPlanner:
         """
         pages, table = self.pages, self.table
 
-        def num_lacking() -> int:
-            return pages.num_missing(request, shared_pages) - (pages.num_free_pages - self.num_running)
-
-        if table.num_free_rows and num_lacking() <= 0:
+        num_spare = pages.num_free_pages - (table.num_rows - table.num_free_rows)
+        if table.num_free_rows and pages.num_missing(request, shared_pages) <= num_spare:
             return True
         if not self._outranks_some(request):
             return False
         outranked = [other for other in table.running_requests if request.priority < other.priority]
         outranked.sort(key=self._policy.rank)
-        if num_lacking() > sum(pages.num_freed_by(cast(int, other.row)) + 1 for other in outranked):
+        num_spare += sum(pages.num_freed_by(cast(int, other.row)) + 1 for other in outranked)
+        if pages.num_missing(request, shared_pages) > num_spare:
             return False
-        while outranked and not (table.num_free_rows and num_lacking() <= 0):
+        while outranked:
             self.preempt(outranked.pop(), scheduled_R)
-        return bool(table.num_free_rows) and num_lacking() <= 0
+            if pages.num_missing(request, shared_pages) <= pages.num_free_pages - self.num_running:
+                return True
+        return False

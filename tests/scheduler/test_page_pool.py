@@ -12,8 +12,7 @@ def make_pool(num_pages):
 
 
 def know(cache, pages):
-    for page in pages:
-        cache.register(b"key of %d" % page, page)
+    cache.register([b"key of %d" % page for page in pages], pages)
 
 
 def test_pages_are_distinct_and_never_the_null_page():

@@ -26,7 +26,7 @@ def test_stop_tokens_of_a_former_owner_are_gone(make_config):
     table = RunningTable(make_config(max_num_seqs=1))
     table.release(table.admit(Request("a", [1], max_tokens=1, stop_token_ids=(4, 5, 6, 2**31 - 1))))
     table.admit(Request("b", [1], max_tokens=1, stop_token_ids=(7,)))
-    assert table.may_stop(np.array([4, 5, 6, 7, 2**31 - 1])).tolist() == [0, 0, 0, 1, 0]
+    assert table.may_stop(np.array([4, 5, 6, 7, 2**31 - 1])).tolist() == [False, False, False, True, False]
     table.check_integrity()
 
 
