@@ -168,8 +168,8 @@ class Scheduler:
             int32[S, K]: the accepted ones and the token after them.
         num_sampled_tokens: int32[S], if the plan has drafts: how many of the K each row has, 1 or more.
 
-        A plan whose step failed is never updated: finish its requests (FINISHED_ERROR) and go on with a later
-        plan.
+        A plan whose step failed is never updated: finish its requests (FINISHED_ERROR), reset the prefix cache, and go
+        on with a later plan.
         """
         self._planner.in_flight.pop(plan)
         self._planner.pacing.note_result(plan, self._clock())

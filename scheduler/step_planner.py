@@ -51,6 +51,7 @@ class StepPlanner:
         self.num_recomputed_tokens = 0
         self.last_step = self.all_steps = StepTokens()
         self._policy = policy
+        self._is_fair = config.policy == "fair"
         self._waiting = waiting
         self._tenants = tenants
         self._prompt_row: int | None = None  # the one row in the middle of its prompt
@@ -69,6 +70,11 @@ class StepPlanner:
             self._prompt_row = None
         has_preempted = self._give_pages_to_decodes(scheduled_R)
         is_mixed = self._has_drafts and self._add_drafts(scheduled_R)
+        if self._is_fair:
+            served_R = scheduled_R.copy()
+            if self._prompt_row is not None:
+                served_R[self._prompt_row] = 0
+            self._tenants.charge(self.table.tenant, served_R)
         if self._prompt_row is not None or self._waiting:
             may_admit = not has_preempted and self.pacing.window_s(self._waiting, now) == 0.0
             budget = left = self._prompt_budget(scheduled_R, now)
@@ -204,6 +210,8 @@ class StepPlanner:
         if num_tokens == scheduled_R[row]:
             self._prompt_row = None
         scheduled_R[row] = num_tokens
+        if self._is_fair:
+            self._tenants.account(table.requests[row].tenant).charge(num_tokens)
         return budget - num_tokens
 
     def _is_better_read_instead(self, row: int) -> bool:
@@ -263,6 +271,8 @@ class StepPlanner:
         num_tokens = min(num_wanted, budget)
         self.pages.grow(row, num_computed + num_tokens)
         scheduled_R[row] = num_tokens
+        if self._is_fair:
+            account.charge(num_tokens)
         if num_tokens < num_wanted:
             self._prompt_row = row
         return num_tokens
@@ -295,8 +305,6 @@ class StepPlanner:
                 num_draft_S = num_draft_R[rows]
                 table.begin_verification()
         table.clock += 1
-        if self.config.policy == "fair":
-            self._tenants.charge(table.tenant[rows], num_scheduled_S)
         plan = StepPlan(
             rows=rows,
             num_scheduled_tokens=num_scheduled_S,

@@ -37,6 +37,10 @@ class Account:
     def may_run_more(self) -> bool:
         return self.config.max_running is None or self.num_running < self.config.max_running
 
+    def charge(self, num_tokens: float) -> None:
+        """Counts tokens that a step computes for the tenant."""
+        self.virtual_tokens += num_tokens / self.config.weight
+
 
 class TenantLedger:
     """The accounts of all tenants."""
@@ -111,11 +115,10 @@ class TenantLedger:
             account.allowance_tokens += self._reserved_tokens(request) - request.num_tokens
 
     def charge(self, tenant_numbers: np.ndarray, num_tokens: np.ndarray) -> None:
-        """Counts a step's tokens: int[S] numbers of tenants, int[S] tokens."""
+        """Counts tokens that a step computes: int[R] numbers of tenants, int[R] tokens."""
         totals = np.bincount(tenant_numbers, num_tokens)
         for number in np.flatnonzero(totals).tolist():
-            account = self._by_number[number]
-            account.virtual_tokens += totals[number] / account.config.weight
+            self._by_number[number].charge(float(totals[number]))
 
     def _reserved_tokens(self, request: Request) -> int:
         return self._config.max_total_tokens(request.num_prompt_tokens, request.max_tokens)

@@ -99,6 +99,16 @@ def test_tenants_get_tokens_by_their_weights(make_loop):
     loop.run()
 
 
+def test_tenants_take_turns_within_a_step(make_loop):
+    loop = make_loop(policy="fair", max_num_seqs=6, max_num_batched_tokens=120)
+    for tenant in "abc":
+        loop.add(*(Request(f"{tenant}{index}", [index] * 20, max_tokens=2, tenant=tenant) for index in range(9)))
+    plan = loop.schedule()
+    assert sorted(request.tenant for request in plan.started) == ["a", "a", "b", "b", "c", "c"]
+    loop.run()
+    assert sum(served_tokens(loop, "a", "b", "c")) == sum(plan.num_tokens for plan in loop.plans)
+
+
 def test_a_tenant_does_not_save_up_while_it_has_no_requests(make_loop):
     loop = make_loop(policy="fair", max_num_seqs=1)
     loop.add(*(Request(f"busy{index}", [index] * 9, max_tokens=9, tenant="busy") for index in range(20)))
