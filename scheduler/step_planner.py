@@ -1,6 +1,7 @@
 """Who runs in the next step, how many tokens each, and in which pages."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -49,7 +50,6 @@ class StepPlanner:
         self.num_preempted = 0  # now
         self.num_preemptions = 0  # since the start
         self.num_recomputed_tokens = 0
-        self.last_step = self.all_steps = StepTokens()
         self._policy = policy
         self._is_fair = config.policy == "fair"
         self._waiting = waiting
@@ -57,10 +57,27 @@ class StepPlanner:
         self._prompt_row: int | None = None  # the one row in the middle of its prompt
         self._has_drafts = False
         self._started: list[Request] = []  # in the step that is being planned
+        self._last_plan: StepPlan | None = None
+        self._mixed_steps = StepTokens()
+        self._num_other_tokens = 0  # of the steps of decodes only
 
     @property
     def num_running(self) -> int:
         return self.table.num_rows - self.table.num_free_rows
+
+    @property
+    def last_step(self) -> StepTokens:
+        """Tokens of the last plan."""
+        if self._last_plan is None:
+            return StepTokens()
+        return StepTokens.of(self._last_plan, self.config.max_num_batched_tokens)
+
+    @property
+    def all_steps(self) -> StepTokens:
+        """Tokens of all plans."""
+        num_budget_tokens = self.table.clock * self.config.max_num_batched_tokens
+        num_decode_tokens = self._mixed_steps.num_decode_tokens + self._num_other_tokens
+        return replace(self._mixed_steps, num_decode_tokens=num_decode_tokens, num_budget_tokens=num_budget_tokens)
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can run. The table then counts its tokens as computed."""
@@ -320,8 +337,11 @@ class StepPlanner:
             time=now,
         )
         self.in_flight.push(plan)
-        self.last_step = StepTokens.of(plan, self.config.max_num_batched_tokens)
-        self.all_steps += self.last_step
+        self._last_plan = plan
+        if is_mixed:
+            self._mixed_steps += StepTokens.of(plan, self.config.max_num_batched_tokens)
+        else:
+            self._num_other_tokens += num_tokens
         return plan
 
     def _first_waiting(self) -> Request | None:

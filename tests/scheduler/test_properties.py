@@ -171,7 +171,7 @@ def test_every_request_gets_what_it_gets_alone_under_every_pressure(loop_class, 
 
     case = Machine.TestCase()
     case.settings = settings(
-        max_examples=150,
+        max_examples=100,
         stateful_step_count=50,
         deadline=None,
         derandomize=True,
