@@ -8,6 +8,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.options import refuse_unknown_options
 
 DTYPES = ("bfloat16", "float32", "float16")
+SCHEDULING_POLICIES = ("priority", "fcfs", "fair")
 _MINIMUMS = {
     "max_model_len": 2,  # A prompt token and a new one.
     "max_num_seqs": 1,
@@ -15,6 +16,9 @@ _MINIMUMS = {
     "page_size": 1,
     "num_pages": 2,  # The null page and a real one.
     "tensor_parallel_size": 1,
+    "max_queued_requests": 1,
+    "max_queued_tokens": 1,
+    "min_batch": 1,
     "seed": 0,
 }
 
@@ -40,6 +44,15 @@ class EngineConfig:
     attention_implementation: "tpu", "xla" or "reference"; auto: "tpu" on a TPU, else "xla".
     compilation_cache_dir: where compiled programs persist; auto: ~/.cache/jaxllm, or what JAX is set to; ""
         for none.
+    enable_prefix_caching: whether requests share the pages of what their prompts begin with.
+    scheduling_policy: who goes first: "priority" (the lower number, then the earlier), "fcfs" (the earlier) or
+        "fair" (the tenant that has had the fewest tokens for its weight).
+    max_queued_requests: requests that may wait, beyond which new ones are refused; None: no limit.
+    max_queued_tokens: prompt tokens that may wait, beyond which new requests are refused; None: no limit.
+    max_wait_ms: how long a request may wait for others to start with it; 0 starts it at once.
+    min_batch: so many waiting requests start without waiting for more, where max_wait_ms is above 0.
+    tpot_target_ms: chunks of prompts shrink so that steps beside decodes take no longer than this; None: no target.
+    ttft_target_ms: a prompt that has waited so long is read at full speed in spite of tpot_target_ms; None: never.
     seed: of the requests that bring none.
     """
 
@@ -56,12 +69,24 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     attention_implementation: str | None = None
     compilation_cache_dir: str | None = None
+    enable_prefix_caching: bool = True
+    scheduling_policy: str = "priority"
+    max_queued_requests: int | None = None
+    max_queued_tokens: int | None = None
+    max_wait_ms: float = 0.0
+    min_batch: int = 1
+    tpot_target_ms: float | None = None
+    ttft_target_ms: float | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name, choices in (("dtype", DTYPES), ("kv_cache_dtype", DTYPES)):
             if (value := getattr(self, name)) not in (None, *choices):
                 raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(choices)}, or None for auto")
+        if self.scheduling_policy not in SCHEDULING_POLICIES:
+            raise ConfigError(
+                f"scheduling_policy is {self.scheduling_policy!r}; it must be one of {', '.join(SCHEDULING_POLICIES)}"
+            )
         for name, minimum in _MINIMUMS.items():
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < minimum):
@@ -69,6 +94,12 @@ class EngineConfig:
         utilization = self.memory_utilization
         if utilization is not None and not (isinstance(utilization, Real) and 0.0 < utilization <= 1.0):
             raise ConfigError(f"memory_utilization is {utilization!r}; it must be above 0 and at most 1")
+        if not (isinstance(self.max_wait_ms, int | float) and 0.0 <= self.max_wait_ms < float("inf")):
+            raise ConfigError(f"max_wait_ms is {self.max_wait_ms!r}; it must be a number, 0 or more")
+        for name in ("tpot_target_ms", "ttft_target_ms"):
+            target = getattr(self, name)
+            if target is not None and not (isinstance(target, int | float) and target > 0):
+                raise ConfigError(f"{name} is {target!r}; it must be a number above 0, or None for no target")
         tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
         if tokens is not None and seqs is not None and tokens < seqs:
             raise ConfigError(
@@ -92,6 +123,14 @@ class ResolvedConfig:
     tensor_parallel_size: int
     attention_implementation: str | None
     compilation_cache_dir: str
+    enable_prefix_caching: bool
+    scheduling_policy: str
+    max_queued_requests: int | None
+    max_queued_tokens: int | None
+    max_wait_ms: float
+    min_batch: int
+    tpot_target_ms: float | None
+    ttft_target_ms: float | None
     seed: int
 
     @property
@@ -128,5 +167,13 @@ def resolve(config: EngineConfig, *, platform: str, model_max_len: int) -> Resol
         tensor_parallel_size=config.tensor_parallel_size,
         attention_implementation=config.attention_implementation,
         compilation_cache_dir=str(Path.home() / ".cache" / "jaxllm") if cache_dir is None else cache_dir,
+        enable_prefix_caching=config.enable_prefix_caching,
+        scheduling_policy=config.scheduling_policy,
+        max_queued_requests=config.max_queued_requests,
+        max_queued_tokens=config.max_queued_tokens,
+        max_wait_ms=config.max_wait_ms,
+        min_batch=config.min_batch,
+        tpot_target_ms=config.tpot_target_ms,
+        ttft_target_ms=config.ttft_target_ms,
         seed=config.seed,
     )

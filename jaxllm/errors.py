@@ -2,6 +2,7 @@
 
 JaxLLMError
 ├── InvalidRequestError (ValueError)    a request that cannot be served: empty or too long a prompt, a bad option
+├── OverloadedError                     a request for which there is no room now: a full queue, a tenant over quota
 ├── ConfigError (ValueError)            engine options that contradict each other, the model or the device
 ├── LoadingError                        a model that cannot be read
 │   ├── ModelNotFoundError              no such folder, file, hub id or alias
@@ -20,6 +21,17 @@ class JaxLLMError(Exception):
 
 class InvalidRequestError(JaxLLMError, ValueError):
     """A request that cannot be served as asked."""
+
+
+class OverloadedError(JaxLLMError):
+    """A request for which there is no room now. It may be sent again.
+
+    retry_after_s: when to try; None where that depends on others.
+    """
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class ConfigError(JaxLLMError, ValueError):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "timeout"]
 
 
 @dataclass(slots=True)

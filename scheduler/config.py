@@ -1,13 +1,39 @@
-"""The sizes that bound a scheduler."""
+"""The sizes and the rules of a scheduler."""
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from jaxllm.scheduler.errors import SchedulerConfigError
+
+POLICIES = ("priority", "fcfs", "fair")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TenantConfig:
+    """What one tenant gets. None is no limit.
+
+    weight: its share of the tokens beside other tenants, under the policy "fair".
+    max_running: requests that run at once; further ones wait and hold up nobody else.
+    max_queued: requests that wait; further ones are refused.
+    max_tokens_per_minute: prompt and output; a request reserves its max_tokens and gives back what it did not use.
+    """
+
+    weight: float = 1.0
+    max_running: int | None = None
+    max_queued: int | None = None
+    max_tokens_per_minute: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.weight < float("inf"):
+            raise SchedulerConfigError(f"weight is {self.weight}; it must be a number above 0")
+        for name in ("max_running", "max_queued", "max_tokens_per_minute"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise SchedulerConfigError(f"{name} is {value:,}; it must be at least 1, or None for no limit")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """The sizes that bound a scheduler, checked against each other at construction.
+    """The sizes that bound a scheduler, checked against each other at construction, and the rules it follows.
 
     max_num_seqs: requests that may run at once, which is the number of rows of the `RunningTable`.
     max_num_batched_tokens: the token budget of one step. At least `max_num_seqs`, so that a decoding request
@@ -15,6 +41,21 @@ class SchedulerConfig:
     max_model_len: the most tokens one request may have, prompt and output together.
     page_size: tokens in one page of the KV cache.
     num_pages: pages in the KV cache, including page 0, the null page, which only padding points at.
+    enable_prefix_caching: whether requests share the pages of what their prompts begin with.
+    policy: who goes first. "priority": the lower number, then the earlier arrival; a lower number takes room
+        from higher ones. "fcfs": by arrival; priorities are refused. "fair": the tenant that has had the fewest
+        tokens for its weight, and within a tenant by priority and arrival.
+    prefix_window: among so many equals (of one tenant and priority) at the head of the line, the one with the
+        longest cached prefix goes first. None of them is overtaken more than so many times. 1 is off.
+    tenants: the settings of the tenants that do not get `default_tenant`.
+    max_queued_requests, max_queued_tokens: what may wait, in requests and in prompt tokens; None is no limit.
+    max_wait_ms, min_batch: a merge window. Requests start when `min_batch` of them wait, or one has waited for
+        `max_wait_ms`. 0 starts each at once.
+    tpot_target_ms: the chunks of prompts shrink so that a step beside decodes takes no longer than this.
+    ttft_target_ms: a prompt that has waited so long for its first token is read at full speed, whatever
+        `tpot_target_ms` says.
+    min_chunk_tokens: the smallest chunk that `tpot_target_ms` may shrink to, so that each prompt gets on.
+    step_sizes: the padded numbers of tokens of a step (mixed steps), for the estimate of its time; may be empty.
     """
 
     max_num_seqs: int
@@ -22,16 +63,53 @@ class SchedulerConfig:
     max_model_len: int
     page_size: int
     num_pages: int
+    enable_prefix_caching: bool = True
+    policy: str = "priority"
+    prefix_window: int = 1
+    tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
+    default_tenant: TenantConfig = TenantConfig()
+    max_queued_requests: int | None = None
+    max_queued_tokens: int | None = None
+    max_wait_ms: float = 0.0
+    min_batch: int = 1
+    tpot_target_ms: float | None = None
+    ttft_target_ms: float | None = None
+    min_chunk_tokens: int = 16
+    step_sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         minimums = {
-            "max_model_len": 2,
-            "num_pages": 2,
-        }  # a prompt token and a new one; the null page and a real one
-        for field in fields(self):
-            value, minimum = getattr(self, field.name), minimums.get(field.name, 1)
-            if value < minimum:
-                raise SchedulerConfigError(f"{field.name} is {value:,}; it must be at least {minimum}")
+            "max_num_seqs": 1,
+            "max_num_batched_tokens": 1,
+            "max_model_len": 2,  # a prompt token and a new one
+            "page_size": 1,
+            "num_pages": 2,  # the null page and a real one
+            "prefix_window": 1,
+            "max_queued_requests": 1,
+            "max_queued_tokens": 1,
+            "max_wait_ms": 0,
+            "min_batch": 1,
+            "min_chunk_tokens": 1,
+        }
+        for name, minimum in minimums.items():
+            value = getattr(self, name)
+            if value is not None and not value >= minimum:
+                raise SchedulerConfigError(f"{name} is {value:,}; it must be at least {minimum}")
+        for name in ("tpot_target_ms", "ttft_target_ms"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise SchedulerConfigError(f"{name} is {value:,}; it must be above 0, or None for no target")
+        if self.policy not in POLICIES:
+            raise SchedulerConfigError(f"policy is {self.policy!r}; it must be one of {', '.join(POLICIES)}")
+        if self.min_batch > 1 and self.max_wait_ms == 0:
+            raise SchedulerConfigError(
+                f"min_batch is {self.min_batch} and max_wait_ms is 0: no request waits for others. "
+                "Raise max_wait_ms, or leave min_batch at 1."
+            )
+        if self.min_batch > self.max_num_seqs:
+            raise SchedulerConfigError(
+                f"min_batch is {self.min_batch:,} and max_num_seqs is {self.max_num_seqs:,}: so many never start "
+                "at once. Lower the first or raise the second."
+            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise SchedulerConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens:,} and max_num_seqs is "
@@ -47,3 +125,10 @@ class SchedulerConfig:
     def num_pages_for(self, num_tokens: int) -> int:
         """Pages that hold the keys and values of `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
+
+    def max_total_tokens(self, num_prompt_tokens: int, max_tokens: int) -> int:
+        """The most tokens, prompt and output, that a request may come to have."""
+        return min(num_prompt_tokens + max_tokens, self.max_model_len)
+
+    def tenant(self, name: str) -> TenantConfig:
+        return self.tenants.get(name, self.default_tenant)

@@ -1,7 +1,8 @@
-"""What the scheduler refuses. Both are ValueErrors; the messages name the value, the limit and the way out.
+"""What the scheduler refuses. All are ValueErrors; the messages name the value, the limit and the way out.
 
-SchedulerConfigError     sizes that contradict each other
-RequestRefusedError      a request that can never be served as it stands
+SchedulerConfigError         sizes that contradict each other
+RequestRefusedError          a request that can never be served as it stands
+└── SchedulerBusyError       a request for which there is no room now; it may be sent again
 """
 
 
@@ -11,3 +12,14 @@ class SchedulerConfigError(ValueError):
 
 class RequestRefusedError(ValueError):
     """A request that can never be served as it stands, however long it waits."""
+
+
+class SchedulerBusyError(RequestRefusedError):
+    """A request that a full queue or a tenant's quota keeps out for now.
+
+    retry_after_s: when to try again; None where that depends on others.
+    """
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s

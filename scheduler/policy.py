@@ -1,41 +1,71 @@
 """Who goes first. One order decides both whom to admit next and whom to preempt."""
 
-from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable
+from typing import Protocol
 
 from jaxllm.scheduler.request import Request
+from jaxllm.scheduler.tenants import TenantLedger
+
+Rank = tuple[float, ...]
 
 
-def urgency(request: Request) -> tuple[int, float, int]:
-    """The smaller, the more urgent: by priority, then by arrival. No two requests are equal."""
-    return request.priority, request.arrival_time, request.arrival_number
+class Policy(Protocol):
+    """An order among requests, which may change as they run."""
 
-
-def least_urgent(requests: Iterable[Request]) -> Request:
-    """The one to preempt: of the lowest priority, the youngest."""
-    return max(requests, key=urgency)
-
-
-class WaitingQueue:
-    """Requests that wait, the most urgent first. A preempted one goes back to where its arrival puts it."""
-
-    def __init__(self) -> None:
-        self._requests: list[Request] = []  # sorted by urgency
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests)
+    def rank(self, request: Request) -> Rank:
+        """The smaller, the sooner. No two requests have the same. Requests of one tenant and priority are ranked
+        by arrival."""
 
     @property
-    def first(self) -> Request:
-        return self._requests[0]
+    def preempts(self) -> bool:
+        """Whether one that waits may take the room of one that runs with a higher priority number."""
 
-    def push(self, request: Request) -> None:
-        insort(self._requests, request, key=urgency)
 
-    def remove(self, request: Request) -> None:
-        index = bisect_left(self._requests, urgency(request), key=urgency)
-        assert self._requests[index] is request
-        del self._requests[index]
+class FirstComeFirstServed:
+    """By arrival."""
+
+    def rank(self, request: Request) -> Rank:
+        return request.arrival_time, request.arrival_number
+
+    @property
+    def preempts(self) -> bool:
+        return False
+
+
+class ByPriority:
+    """By priority, then by arrival. Who waits takes the room of those with a higher priority number."""
+
+    def rank(self, request: Request) -> Rank:
+        return request.priority, request.arrival_time, request.arrival_number
+
+    @property
+    def preempts(self) -> bool:
+        return True
+
+
+class FairShare:
+    """By the tokens that the tenant has had for its weight, then by priority and arrival.
+
+    The virtual token counter of "Fairness in Serving Large Language Models" (Sheng et al., 2024).
+    """
+
+    def __init__(self, ledger: TenantLedger) -> None:
+        self._ledger = ledger
+
+    def rank(self, request: Request) -> Rank:
+        virtual_tokens = self._ledger.account(request.tenant).virtual_tokens
+        return virtual_tokens, request.priority, request.arrival_time, request.arrival_number
+
+    @property
+    def preempts(self) -> bool:
+        return False
+
+
+def make_policy(name: str, ledger: TenantLedger) -> Policy:
+    """The policy of this name in `config.POLICIES`."""
+    policies: dict[str, Callable[[], Policy]] = {
+        "fcfs": FirstComeFirstServed,
+        "priority": ByPriority,
+        "fair": lambda: FairShare(ledger),
+    }
+    return policies[name]()

@@ -1,8 +1,9 @@
 """What a client asked for, and how far it has come."""
 
 import enum
+import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,16 +14,18 @@ if TYPE_CHECKING:
     from jaxllm.scheduler.running_table import RunningTable
 
 _MAX_INT32 = 2**31 - 1
+_NO_TOKENS = np.zeros(0, np.int32)
 
 
 class RequestStatus(enum.Enum):
     """Where a request is. Only these moves exist:
 
-    WAITING ──► PREFILLING ──► DECODING          any of the four ──► one of FINISHED_*
-                   ▲  └───► PREEMPTED ◄──┘
-                   └────────────┘
+    WAITING_FOR_INPUT ──► WAITING ──► PREFILLING ──► DECODING      any of the five ──► one of FINISHED_*
+                                         ▲  └───► PREEMPTED ◄──┘
+                                         └────────────┘
     """
 
+    WAITING_FOR_INPUT = "waiting_for_input"  # in line, until who prepares its input says that it is ready
     WAITING = "waiting"  # for a row, for pages, or for room in the token budget
     PREFILLING = "prefilling"  # running, more than one known token from having caught up
     DECODING = "decoding"  # running, one token a step
@@ -30,7 +33,10 @@ class RequestStatus(enum.Enum):
     FINISHED_STOP = "finished_stop"  # a stop token or a stop string
     FINISHED_LENGTH = "finished_length"  # max_tokens or max_model_len
     FINISHED_ABORT = "finished_abort"  # the client left
+    FINISHED_TIMEOUT = "finished_timeout"  # its deadline passed, or it waited for longer than it wanted to
     FINISHED_ERROR = "finished_error"  # the step that it was in failed
+
+    __hash__ = object.__hash__  # Enum hashes names in Python, several times a transition
 
     @property
     def is_finished(self) -> bool:
@@ -43,6 +49,7 @@ class RequestStatus(enum.Enum):
 
 _FINISHED = frozenset(status for status in RequestStatus if status.name.startswith("FINISHED_"))
 _MOVES = {
+    RequestStatus.WAITING_FOR_INPUT: {RequestStatus.WAITING, *_FINISHED},
     RequestStatus.WAITING: {RequestStatus.PREFILLING, *_FINISHED},
     RequestStatus.PREFILLING: {RequestStatus.DECODING, RequestStatus.PREEMPTED, *_FINISHED},
     RequestStatus.DECODING: {RequestStatus.PREEMPTED, *_FINISHED},
@@ -60,6 +67,7 @@ class SamplingRow:
     min_p: drop tokens less likely than this fraction of the likeliest one, in [0, 1]; 0 is off.
     seed: uint32. The same seed at the same position draws the same number, so that a token that is sampled a
         second time after a preemption comes out the same.
+    bits: int32[5], the settings in this order, floats and the seed bit-cast.
     """
 
     temperature: float = 0.0
@@ -67,6 +75,7 @@ class SamplingRow:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    bits: np.ndarray = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, is_allowed, allowed in (
@@ -79,6 +88,9 @@ class SamplingRow:
             if not is_allowed:
                 raise RequestRefusedError(f"{name} is {getattr(self, name)}; it must be {allowed}")
 
+        packed = struct.pack("=fiffI", self.temperature, self.top_k, self.top_p, self.min_p, self.seed)
+        object.__setattr__(self, "bits", np.frombuffer(packed, np.int32))
+
 
 GREEDY = SamplingRow()
 
@@ -89,17 +101,27 @@ class Request:
     A request that does not run keeps its tokens itself. While it runs, they live in its row of the
     `RunningTable`, where vector operations advance them, and this object only looks at them.
 
+    Times are those of the scheduler's clock, in seconds.
+
     Args:
         request_id: unique among the requests that have not finished.
         prompt_token_ids: int32 values, 0 or more.
         max_tokens: the most tokens to generate; max_model_len may end the request sooner.
+        min_tokens: stop tokens before so many tokens do not end it.
         stop_token_ids: any of these ends the request, and is the last of its output tokens.
         priority: lower runs first.
-        arrival_time: in seconds, on any clock; earlier runs first among equal priorities.
+        tenant: on whose account it runs.
+        arrival_time: earlier runs first among equal priorities.
+        deadline: when it ends, finished or not.
+        queue_deadline: when it ends if it has not started to run.
+        use_prefix_cache: whether it may share pages of prompts that begin alike, in both directions.
+        cache_salt: it shares pages with requests of the same salt only.
+        adapter_id: of what changes the model for it; it shares pages with requests of the same adapter only.
+        is_ready: whether its input has been prepared; if not, it waits for `Scheduler.input_ready`.
         sampling: settings for the device.
 
     Raises:
-        RequestRefusedError: a token id is not an int32 value of 0 or more.
+        RequestRefusedError: a token id is not an int32 value of 0 or more, or min_tokens or priority is out of range.
     """
 
     def __init__(
@@ -108,21 +130,48 @@ class Request:
         prompt_token_ids: Sequence[int],
         *,
         max_tokens: int,
+        min_tokens: int = 0,
         stop_token_ids: tuple[int, ...] = (),
         priority: int = 0,
+        tenant: str = "",
         arrival_time: float = 0.0,
+        deadline: float | None = None,
+        queue_deadline: float | None = None,
+        use_prefix_cache: bool = True,
+        cache_salt: str = "",
+        adapter_id: str = "",
+        is_ready: bool = True,
         sampling: SamplingRow = GREEDY,
     ) -> None:
         self.request_id = request_id
         self.max_tokens = max_tokens
-        self.stop_token_ids = tuple(_int32_token_ids(request_id, "stop_token_ids", stop_token_ids).tolist())
+        if not 0 <= min_tokens <= max(0, max_tokens):
+            raise RequestRefusedError(
+                f"request {request_id!r}: min_tokens is {min_tokens:,}; it must be from 0 to max_tokens {max_tokens:,}"
+            )
+        if not -_MAX_INT32 <= priority <= _MAX_INT32:
+            raise RequestRefusedError(
+                f"request {request_id!r}: priority is {priority:,}; it must be from {-_MAX_INT32:,} to {_MAX_INT32:,}"
+            )
+        self.min_tokens = min_tokens
+        self.stop_token_ids = frozenset(_int32_token_ids(request_id, "stop_token_ids", stop_token_ids).tolist())
         self.priority = priority
+        self.tenant = tenant
         self.arrival_time = arrival_time
         self.arrival_number = 0  # given by the scheduler: tells apart requests of one arrival_time
+        self.deadline = deadline
+        self.queue_deadline = queue_deadline
+        self.use_prefix_cache = use_prefix_cache
+        self.cache_salt = cache_salt
+        self.adapter_id = adapter_id
         self.sampling = sampling
+        self.page_keys: list[bytes] = []  # of its first full pages, as far as `PrefixCache.keys` was asked
+        self.num_times_overtaken = 0  # by requests behind it that found more in the cache
+        self.num_given_up_tokens = 0  # computed before its last preemption
+        self.num_awaited_plans = 0  # in flight, which sample for it, although it was preempted since
         self._token_ids = _int32_token_ids(request_id, "prompt_token_ids", prompt_token_ids)
         self.num_prompt_tokens = len(self._token_ids)
-        self._status = RequestStatus.WAITING
+        self._status = RequestStatus.WAITING if is_ready else RequestStatus.WAITING_FOR_INPUT
         self._table: RunningTable | None = None
         self._row = -1
 
@@ -131,6 +180,11 @@ class Request:
             f"Request({self.request_id!r}, {self.status.value}, {self.num_prompt_tokens} prompt tokens, "
             f"{self.num_output_tokens} output tokens)"
         )
+
+    @property
+    def arrival(self) -> tuple[float, int]:
+        """By which requests that arrived earlier come first."""
+        return self.arrival_time, self.arrival_number
 
     @property
     def status(self) -> RequestStatus:
@@ -150,7 +204,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        return len(self._token_ids) if self._table is None else self._table.num_tokens.item(self._row)
 
     @property
     def num_output_tokens(self) -> int:
@@ -170,12 +224,17 @@ class Request:
         """Hands the tokens over to a row of the running table."""
         self.move_to(RequestStatus.PREFILLING)
         self._table, self._row = table, row
-        self._token_ids = self._token_ids[:0]
+        self._token_ids = _NO_TOKENS
 
     def detach(self) -> None:
         """Takes the tokens back from the row."""
         self._token_ids = self.token_ids.copy()
         self._table, self._row = None, -1
+
+    def append_tokens(self, token_ids: list[int]) -> None:
+        """Takes in tokens that were sampled before it was preempted."""
+        assert self._table is None
+        self._token_ids = np.append(self._token_ids, np.array(token_ids, np.int32))
 
     def move_to(self, status: RequestStatus) -> None:
         assert self.status.may_become(status), f"{self!r} cannot become {status.value}"

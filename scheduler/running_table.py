@@ -1,11 +1,15 @@
 """The running requests as arrays: one row each."""
 
+from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
 
 from jaxllm.scheduler.config import SchedulerConfig
 from jaxllm.scheduler.request import Request
+
+_STOP_BITS = 0xFFFF
+_NO_PRIORITY = np.iinfo(np.int64).min
 
 
 class RunningTable:
@@ -15,52 +19,67 @@ class RunningTable:
     request under the same number. What most requests do in most steps, gaining a token, is a vector
     operation here.
 
-    A row's tokens are the `num_tokens` that the host knows and, behind them, `num_pending_tokens` that
-    launched steps sample and only the device knows. The first `num_computed_tokens` of all these have their
-    keys and values in the row's pages once the launched steps have run; the rest is what the row wants:
+    A row's tokens are the `num_tokens` that the host knows and, behind them, those that launched steps sample
+    and only the device knows yet, the pending ones; `num_total_tokens` counts both. The first
+    `num_computed_tokens` of them have their keys and values in the row's pages once the launched steps have run;
+    the rest is what the row wants:
 
         in its prompt             │ computed │          wanted │
         decoding                  │ computed           │ wanted │   its last known token
         decoding, host one ahead  │ computed           │ wanted │   its last token, which is pending
+        verifying drafts          │ computed                    │   nothing, until the step's result is known
 
-    token_ids: int32[R, max_model_len]. Memory that no request reached was never touched.
-    num_tokens, num_pending_tokens, num_computed_tokens: int32[R].
+    token_ids: int32[R, max_model_len], the known tokens and, behind them, drafts. Memory that no request reached
+        was never touched.
+    num_tokens, num_total_tokens, num_computed_tokens: int32[R].
     max_total_tokens: int32[R], prompt and output may not be longer.
+    num_draft_tokens: int32[R], drafts behind the known tokens, to be verified in the next step.
+    is_verifying: bool[R], whether a launched step verifies drafts of the row.
     page_table: int32[R, P], the pages of each row; the null page 0 after them.
     num_pages: int32[R].
-    stop_token_ids: int32[R, W], padded with -1; W grows on demand.
-    temperature, top_p, min_p: float32[R]; top_k: int32[R]; seed: uint32[R]. See `SamplingRow`.
-    occupancy: int64[R], increased when a request leaves the row, so that (row, occupancy) names one stay.
-    requests: who owns each row, or None. The numbers of a free row are 0.
+    num_slots: int32[R], tokens that the pages hold.
+    num_registered_pages: int32[R], of the first pages: those that the prefix cache was told of.
+    sampling: int32[5, R], the bits of the `SamplingRow`, one field after the other.
+    tenant: int64[R], the tenant's number.
+    priority: int64[R]; the least there is for a free row.
+    released_at: int64[R], the `clock` at which a request left the row last.
+    clock: counts plans; given to each plan, so that a row whose `released_at` is not before it has changed hands.
+    requests: object[R], who owns each row, or None. The numbers of a free row are 0.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self._config = config
         num_rows = config.max_num_seqs
+        self.num_rows = num_rows
+        self._config = config
+        self._page_size = config.page_size
         self.token_ids = np.zeros((num_rows, config.max_model_len), np.int32)
-        self.num_tokens = np.zeros(num_rows, np.int32)
-        self.num_pending_tokens = np.zeros(num_rows, np.int32)
-        self.num_computed_tokens = np.zeros(num_rows, np.int32)
-        self.max_total_tokens = np.zeros(num_rows, np.int32)
+        self.flat_token_ids = self.token_ids.reshape(-1)
+        self.first_token_index = np.arange(num_rows) * config.max_model_len
+        self._counters = np.zeros((8, num_rows), np.int32)  # all that a row without a request has none of
+        self.num_tokens, self.num_total_tokens, self.num_computed_tokens, self.max_total_tokens = self._counters[:4]
+        self.num_pages, self.num_slots, self.num_registered_pages, self.num_draft_tokens = self._counters[4:]
+        self.is_verifying = np.zeros(num_rows, bool)
         self.page_table = np.zeros((num_rows, config.max_pages_per_seq), np.int32)
-        self.num_pages = np.zeros(num_rows, np.int32)
-        self.stop_token_ids = np.full((num_rows, 1), -1, np.int32)
-        self.temperature = np.zeros(num_rows, np.float32)
-        self.top_k = np.zeros(num_rows, np.int32)
-        self.top_p = np.ones(num_rows, np.float32)
-        self.min_p = np.zeros(num_rows, np.float32)
-        self.seed = np.zeros(num_rows, np.uint32)
-        self.occupancy = np.zeros(num_rows, np.int64)
-        self.requests: list[Request | None] = [None] * num_rows
+        self.sampling = np.zeros((5, num_rows), np.int32)
+        self.tenant = np.zeros(num_rows, np.int64)
+        self.priority = np.full(num_rows, _NO_PRIORITY)
+        self.released_at = np.full(num_rows, -1, np.int64)
+        self.clock = 0
+        self.last_release = -1
+        self.num_verifying = 0
+        self.requests = np.full(num_rows, None, object)
+        self._num_stops = [0] * (_STOP_BITS + 1)  # requests that a token with these low bits may stop
+        self._is_stop = np.zeros(_STOP_BITS + 1, bool)
         self._free_rows = list(range(num_rows - 1, -1, -1))  # a stack; low numbers first
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.requests)
 
     @property
     def num_free_rows(self) -> int:
         return len(self._free_rows)
+
+    @property
+    def num_pending_tokens(self) -> np.ndarray:
+        """int32[R]"""
+        return self.num_total_tokens - self.num_tokens
 
     @property
     def running_requests(self) -> list[Request]:
@@ -69,21 +88,22 @@ class RunningTable:
 
     def requests_of(self, rows: np.ndarray) -> list[Request]:
         """The owners of these rows (int[M]), none of which is free."""
-        return cast(list[Request], [self.requests[row] for row in rows.tolist()])
+        return cast(list[Request], self.requests[rows].tolist())
 
-    def admit(self, request: Request) -> int:
+    def admit(self, request: Request, tenant: int = 0) -> int:
         """Gives the request a free row, which takes over its tokens. Returns the row."""
         row = self._free_rows.pop()
-        num_tokens, sampling = request.num_tokens, request.sampling
+        num_tokens = request.num_tokens
         self.token_ids[row, :num_tokens] = request.token_ids
-        self.num_tokens[row] = num_tokens
-        self.max_total_tokens[row] = self.max_total_tokens_of(request)
-        self._set_stop_token_ids(row, request.stop_token_ids)
-        self.temperature[row] = sampling.temperature
-        self.top_k[row] = sampling.top_k
-        self.top_p[row] = sampling.top_p
-        self.min_p[row] = sampling.min_p
-        self.seed[row] = sampling.seed
+        self.num_tokens[row] = self.num_total_tokens[row] = num_tokens
+        self.max_total_tokens[row] = self._config.max_total_tokens(request.num_prompt_tokens, request.max_tokens)
+        self.sampling[:, row] = request.sampling.bits
+        self.tenant[row] = tenant
+        self.priority[row] = request.priority
+        for token_id in request.stop_token_ids:
+            bits = token_id & _STOP_BITS
+            self._num_stops[bits] += 1
+            self._is_stop[bits] = True
         self.requests[row] = request
         request.attach(self, row)
         return row
@@ -93,54 +113,105 @@ class RunningTable:
         request = self.requests[row]
         assert request is not None
         request.detach()
-        pages = self.page_table[row, : self.num_pages[row]].tolist()
-        self.page_table[row, : len(pages)] = 0
-        for counter in (self.num_tokens, self.num_pending_tokens, self.num_computed_tokens, self.num_pages):
-            counter[row] = 0
-        self.max_total_tokens[row] = 0
-        self.occupancy[row] += 1
+        for token_id in request.stop_token_ids:
+            bits = token_id & _STOP_BITS
+            self._num_stops[bits] -= 1
+            if not self._num_stops[bits]:
+                self._is_stop[bits] = False
+        row_pages = self.page_table[row, : self.num_pages.item(row)]
+        pages = row_pages.tolist()
+        row_pages.fill(0)
+        self._counters[:, row] = 0
+        if self.num_verifying:
+            self.num_verifying -= int(self.is_verifying[row])
+            self.is_verifying[row] = False
+        self.priority[row] = _NO_PRIORITY
+        self.released_at[row] = self.last_release = self.clock
         self.requests[row] = None
         self._free_rows.append(row)
         return pages
 
-    def max_total_tokens_of(self, request: Request) -> int:
-        """The most tokens, prompt and output, that the request may come to have."""
-        return min(request.num_prompt_tokens + request.max_tokens, self._config.max_model_len)
-
     def known_token_ids(self, row: int) -> np.ndarray:
         """int32[num_tokens]: a view of the row's tokens that the host knows."""
-        return self.token_ids[row, : self.num_tokens[row]]
+        return self.token_ids[row, : self.num_tokens.item(row)]
 
     def is_decoding(self, row: int) -> bool:
         """Whether the row has caught up with its tokens but for the last one."""
-        num_tokens = self.num_tokens[row] + self.num_pending_tokens[row]
-        return bool(num_tokens - self.num_computed_tokens[row] <= 1)
+        return self.num_total_tokens.item(row) - self.num_computed_tokens.item(row) <= 1
 
     def num_wanted_tokens(self) -> np.ndarray:
         """int32[R]: what each row needs to catch up. A row whose last token is pending wants nothing more."""
-        num_tokens = self.num_tokens + self.num_pending_tokens
-        return (num_tokens - self.num_computed_tokens) * (num_tokens < self.max_total_tokens)
+        wanted_R = self.num_total_tokens - self.num_computed_tokens
+        wanted_R *= self.num_total_tokens < self.max_total_tokens
+        if self.num_verifying:
+            wanted_R[self.is_verifying] = 0
+        return wanted_R
 
-    def append_token(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
-        """The pending token of each of these rows (int[M], distinct) has become known to the host."""
-        self.token_ids[rows, self.num_tokens[rows]] = token_ids
-        self.num_tokens[rows] += 1
-        self.num_pending_tokens[rows] -= 1
+    def may_stop(self, token_ids: np.ndarray) -> np.ndarray:
+        """bool, of the shape of `token_ids`: where a token may be a stop token of some row. It seldom is not, which the
+        request's own `stop_token_ids` decides."""
+        return self._is_stop[token_ids & _STOP_BITS]
+
+    def append_token(self, rows: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
+        """The oldest pending token of each of these rows (int[M], distinct) has become known to the host.
+
+        Returns num_tokens of the rows.
+        """
+        num_tokens = self.num_tokens[rows]
+        self.flat_token_ids[self.first_token_index[rows] + num_tokens] = token_ids
+        num_tokens += 1
+        self.num_tokens[rows] = num_tokens
+        return num_tokens
+
+    def begin_verification(self) -> None:
+        """The rows with drafts have been planned: their drafts count as tokens until `accept_tokens` settles it."""
+        has_drafts = self.num_draft_tokens > 0
+        self.num_total_tokens += self.num_draft_tokens
+        self.num_draft_tokens[:] = 0
+        self.is_verifying |= has_drafts
+        self.num_verifying += int(np.count_nonzero(has_drafts))
+
+    def accept_tokens(self, row: int, token_ids: np.ndarray, num_computed_tokens: int) -> None:
+        """The result of a verification: the row's new tokens, and how many tokens the step found computed."""
+        num_tokens = self.num_tokens[row] + len(token_ids)
+        self.token_ids[row, self.num_tokens[row] : num_tokens] = token_ids
+        self.num_tokens[row] = self.num_total_tokens[row] = num_tokens
+        self.num_computed_tokens[row] = num_computed_tokens + len(token_ids)
+        self.num_verifying -= 1
+        self.is_verifying[row] = False
 
     def append_page(self, rows: np.ndarray, pages: list[int]) -> None:
         """One more page for each of these rows (int[M], distinct)."""
         self.page_table[rows, self.num_pages[rows]] = pages
         self.num_pages[rows] += 1
+        self.num_slots[rows] += self._page_size
 
-    def append_pages(self, row: int, pages: list[int]) -> None:
+    def pop_pages(self, row: int, num_pages: int) -> list[int]:
+        """Takes the last pages of a row from it."""
+        start, end = self.num_pages[row] - num_pages, self.num_pages[row]
+        pages = self.page_table[row, start:end].tolist()
+        self.page_table[row, start:end] = 0
+        self.num_pages[row] -= num_pages
+        self.num_slots[row] -= num_pages * self._page_size
+        return pages
+
+    def append_pages(self, row: int, pages: Sequence[int]) -> None:
         """More pages for one row."""
-        num_pages = self.num_pages[row]
-        self.page_table[row, num_pages : num_pages + len(pages)] = pages
-        self.num_pages[row] += len(pages)
+        start = self.num_pages.item(row)
+        self.num_pages[row] = end = start + len(pages)
+        self.num_slots[row] = end * self._page_size
+        if len(pages) == 1:
+            self.page_table[row, start] = pages[0]
+        else:
+            self.page_table[row, start:end] = pages
+
+    def num_full_pages(self) -> np.ndarray:
+        """int32[R]: pages whose tokens are all known, and computed by launched steps."""
+        return np.minimum(self.num_tokens, self.num_computed_tokens) // self._page_size
 
     @property
     def owned_pages(self) -> list[int]:
-        """The pages of all rows."""
+        """The pages of all rows; a shared page as often as it is shared."""
         return self.page_table[self._is_owned].tolist()
 
     @property
@@ -148,25 +219,24 @@ class RunningTable:
         """bool[R, P]: where the page table holds a page of the row."""
         return np.arange(self.page_table.shape[1]) < self.num_pages[:, None]
 
-    def _set_stop_token_ids(self, row: int, stop_token_ids: tuple[int, ...]) -> None:
-        num_missing = len(stop_token_ids) - self.stop_token_ids.shape[1]
-        if num_missing > 0:
-            self.stop_token_ids = np.pad(self.stop_token_ids, ((0, 0), (0, num_missing)), constant_values=-1)
-        self.stop_token_ids[row] = -1
-        self.stop_token_ids[row, : len(stop_token_ids)] = stop_token_ids
-
     def check_integrity(self) -> None:
         """Asserts that the numbers of the rows agree with each other. For tests."""
         free_rows = [row for row, request in enumerate(self.requests) if request is None]
         assert sorted(self._free_rows) == free_rows
         assert all(request.row == row for row, request in enumerate(self.requests) if request is not None)
-        num_tokens = self.num_tokens + self.num_pending_tokens
-        for counter in (num_tokens, self.max_total_tokens, self.num_computed_tokens, self.num_pages):
-            assert not counter[free_rows].any(), "a free row is not blank"
-        assert (self.num_pending_tokens >= 0).all()
-        assert (num_tokens <= self.max_total_tokens).all()
-        assert (self.num_computed_tokens <= num_tokens).all()
-        has_pending = self.num_pending_tokens > 0
-        assert (self.num_computed_tokens == num_tokens - 1)[has_pending].all()
-        assert (self.num_pages == -(-self.num_computed_tokens // self._config.page_size)).all()
+        assert not self._counters[:, free_rows].any(), "a free row is not blank"
+        assert self.num_verifying == np.count_nonzero(self.is_verifying)
+        assert (self.num_tokens <= self.num_total_tokens).all()
+        assert (self.num_total_tokens <= self.max_total_tokens).all()
+        assert (self.num_computed_tokens <= self.num_total_tokens).all()
+        has_pending = self.num_total_tokens > self.num_tokens
+        assert (self.num_computed_tokens == self.num_total_tokens - 1)[has_pending].all()
+        assert (self.num_slots == self.num_pages * self._page_size).all()
+        assert (self.num_computed_tokens <= self.num_slots).all()
+        assert (self.num_slots - self.num_computed_tokens < self._page_size).all(), "a page too many"
+        assert (self.num_registered_pages <= self.num_full_pages()).all()
         assert ((self.page_table != 0) == self._is_owned).all(), "a page is null, or lies beyond num_pages"
+        stops = [token_id & _STOP_BITS for request in self.running_requests for token_id in request.stop_token_ids]
+        num_stops = np.bincount(np.array(stops, int), minlength=_STOP_BITS + 1)
+        assert self._num_stops == num_stops.tolist()
+        assert (self._is_stop == (num_stops > 0)).all()

@@ -1,30 +1,32 @@
-"""Who runs in the next step, how many tokens each, and in which pages."""
+"""The life of requests: queued, planned for, given their tokens, ended."""
 
-from collections import Counter, deque
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from jaxllm.scheduler.config import SchedulerConfig
+from jaxllm.scheduler.deadlines import Deadlines
 from jaxllm.scheduler.errors import RequestRefusedError
-from jaxllm.scheduler.page_pool import PagePool
-from jaxllm.scheduler.policy import WaitingQueue, least_urgent, urgency
+from jaxllm.scheduler.policy import make_policy
+from jaxllm.scheduler.refusals import refuse_if_full, refuse_if_unservable
 from jaxllm.scheduler.request import Request, RequestStatus
 from jaxllm.scheduler.running_table import RunningTable
 from jaxllm.scheduler.stats import SchedulerStats
 from jaxllm.scheduler.step_plan import StepOutput, StepPlan
+from jaxllm.scheduler.step_planner import StepPlanner
+from jaxllm.scheduler.tenants import TenantLedger
+from jaxllm.scheduler.waiting_queue import WaitingQueue
 
 
 class Scheduler:
     """Shares the steps of one device and the pages of one KV cache among requests.
 
-    There is one rule. Each running request has tokens that are known and tokens whose keys and values are
-    computed; each step lets it catch up by some number of tokens, within one token budget. A prompt catches
-    up in chunks, a decoding request by its one new token, and a preempted request starts again from nothing.
-    Rows that want one token are served first, then the row in the middle of its prompt, then the waiting
-    requests, urgent ones first. When pages run out, the least urgent row gives up its own.
+    What a step consists of is decided by the `StepPlanner`. The caller's loop, with the host one step ahead of the
+    device:
 
-    The caller's loop, with the host one step ahead of the device:
-
+        expired = scheduler.expire()            # requests whose time is over
         plan = scheduler.schedule()             # None if nothing can run now
         batch = StepBatch.build(plan, scheduler.table, bucket)
         handle = runner.launch(batch)
@@ -32,19 +34,25 @@ class Scheduler:
 
     Any number of plans may be made before the first of them is updated; they are updated in the order in
     which they were made. Not thread-safe: one thread owns a scheduler.
+
+    clock: in seconds; the times of the requests are its.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
         self.table = RunningTable(config)
-        self._pool = PagePool(config.num_pages)
-        self._waiting = WaitingQueue()
-        self._requests: dict[str, Request] = {}  # the unfinished ones
-        self._in_flight: deque[StepPlan] = deque()
+        self._clock = clock
+        self._tenants = TenantLedger(config)
+        policy = make_policy(config.policy, self._tenants)
+        self._waiting = WaitingQueue(policy)
+        self._planner = StepPlanner(config, self.table, policy, self._waiting, self._tenants)
+        self._preparing: dict[str, Request] = {}  # those that wait for their input
+        self._num_preparing_tokens = 0
+        self._requests: dict[str, Request] = {}  # all unfinished ones
+        self._deadlines = Deadlines()
         self._num_arrivals = 0
         self._num_finished: Counter[RequestStatus] = Counter()
-        self._num_preemptions = 0
-        self._num_recomputed_tokens = 0
+        self._num_accepted_tokens = 0
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -52,24 +60,53 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return self.table.num_rows - self.table.num_free_rows
+        return self._planner.num_running
 
     @property
     def num_waiting(self) -> int:
         """Requests without a row, preempted ones included."""
-        return len(self._waiting)
+        return len(self._waiting) + len(self._preparing)
 
     def add_request(self, request: Request) -> None:
         """Queues a request.
 
         Raises:
             RequestRefusedError: its request_id is in use, or it could never run to its end.
+            SchedulerBusyError: the queue, or the tenant's quota, is full for now.
         """
-        self._refuse_if_unservable(request)
+        if request.request_id in self._requests:
+            raise RequestRefusedError(
+                f"request {request.request_id!r}: this request_id belongs to a request that has not finished"
+            )
+        now = self._clock()
+        refuse_if_unservable(request, self.config)
+        num_queued_tokens = self._waiting.num_tokens + self._num_preparing_tokens
+        refuse_if_full(request, self.config, self.num_waiting, num_queued_tokens)
+        self._tenants.refuse_over_quota(request, now)
+        self._tenants.enter(request, now)
         request.arrival_number = self._num_arrivals
         self._num_arrivals += 1
-        self._waiting.push(request)
         self._requests[request.request_id] = request
+        self._deadlines.add(request)
+        self._planner.pages.prepare(request)
+        if request.status is RequestStatus.WAITING_FOR_INPUT:
+            self._preparing[request.request_id] = request
+            self._num_preparing_tokens += request.num_tokens
+        else:
+            self._waiting.push(request)
+
+    def input_ready(self, request_id: str) -> bool:
+        """The input of a request that was not ready is. It takes the place in line that its arrival gives it.
+
+        False if no unfinished request of this id waits for its input.
+        """
+        request = self._preparing.pop(request_id, None)
+        if request is None:
+            return False
+        self._num_preparing_tokens -= request.num_tokens
+        request.move_to(RequestStatus.WAITING)
+        self._waiting.push(request)
+        return True
 
     def abort_request(self, request_id: str) -> bool:
         """Ends a request in any state and frees its pages. False if no unfinished request has this id."""
@@ -78,7 +115,8 @@ class Scheduler:
     def finish_request(self, request_id: str, status: RequestStatus) -> bool:
         """Ends a request for a reason that the scheduler cannot see, such as a stop string or a failed step.
 
-        What a step in flight samples for it will be dropped. False if no unfinished request has this id.
+        What a step in flight samples for it will be dropped. After FINISHED_ERROR nobody else will find what is
+        in its pages. False if no unfinished request has this id.
         """
         assert status.is_finished
         request = self._requests.get(request_id)
@@ -87,198 +125,182 @@ class Scheduler:
         self._finish(request, status)
         return True
 
+    def expire(self) -> list[Request]:
+        """Ends the requests whose deadline has passed, or that have waited for longer than they wanted to."""
+        expired = []
+        for request in self._deadlines.passed(self._requests, self._clock()):
+            self._finish(request, RequestStatus.FINISHED_TIMEOUT)
+            expired.append(request)
+        return expired
+
+    def propose(self, drafts: Mapping[str, Sequence[int]]) -> None:
+        """Drafts of the next tokens of some decoding requests, by request_id, which the next step is to verify.
+
+        A request whose last token is still on the device takes none, nor one that does not run; and where budget,
+        pages or max_tokens leave no room, drafts are dropped. What came of them is told to `update`.
+        """
+        for request_id, token_ids in drafts.items():
+            if (request := self._requests.get(request_id)) is not None:
+                self._planner.propose(request, token_ids)
+
     def schedule(self) -> StepPlan | None:
-        """The next step, or None if nothing can run before an update or a new request.
+        """The next step, or None if nothing can run before an update, a new request, or `wait_s`.
 
         From here on the table counts the step's tokens as computed. Build the `StepBatch` from the plan
         before anything else is asked of the scheduler.
         """
-        num_scheduled_R = self.table.num_wanted_tokens()
-        has_preempted = self._give_pages_to_decodes(num_scheduled_R)
-        budget = self._fit_chunk(num_scheduled_R)
-        if not has_preempted:
-            self._admit(num_scheduled_R, budget)
-        return self._commit(num_scheduled_R)
+        return self._planner.plan(self._clock())
 
-    def update(self, plan: StepPlan, sampled_token_ids: np.ndarray) -> StepOutput:
+    @property
+    def wait_s(self) -> float:
+        """After `schedule` gave None with nothing in flight: seconds until the merge window ends, 0 without one.
+
+        A new request may end it sooner.
+        """
+        return self._planner.pacing.window_s(self._waiting, self._clock())
+
+    def update(
+        self, plan: StepPlan, sampled_token_ids: np.ndarray, num_sampled_tokens: np.ndarray | None = None
+    ) -> StepOutput:
         """Takes in the result of the oldest plan in flight.
 
-        sampled_token_ids: int32[S], what the step sampled for each row of the plan.
+        sampled_token_ids: int32[S], what the step sampled for each row of the plan. If the plan has drafts,
+            int32[S, K]: the accepted ones and the token after them.
+        num_sampled_tokens: int32[S], if the plan has drafts: how many of the K each row has, 1 or more.
 
-        A plan whose step failed is never updated: finish its requests (FINISHED_ERROR) and go on with a later
-        plan.
+        A plan whose step failed is never updated: finish its requests (FINISHED_ERROR), reset the prefix cache, and go
+        on with a later plan.
         """
-        assert plan in self._in_flight, "a plan is updated once, and before those made after it"
-        while self._in_flight.popleft() is not plan:
-            pass
-        table = self.table
-        counts_S = plan.samples & (table.occupancy[plan.rows] == plan.occupancies)
-        rows, token_ids = plan.rows[counts_S], sampled_token_ids[counts_S]
+        self._planner.in_flight.pop(plan)
+        self._planner.pacing.note_result(plan, self._clock())
+        table, rows, token_ids, others = self.table, plan.rows, sampled_token_ids, None
+        if plan.num_draft_tokens is not None or table.last_release >= plan.clock:
+            counts_S, others = self._take_in_others(plan, sampled_token_ids, num_sampled_tokens)
+            rows, token_ids = rows[counts_S], sampled_token_ids.reshape(len(rows), -1)[counts_S, 0]
+        elif not plan.all_sample:
+            rows, token_ids = rows[plan.samples], token_ids[plan.samples]
         requests = table.requests_of(rows)
-        table.append_token(rows, token_ids)
-
-        stops = (table.stop_token_ids[rows] == token_ids[:, None]).any(axis=1)
-        is_full = table.num_tokens[rows] == table.max_total_tokens[rows]
+        num_tokens = table.append_token(rows, token_ids)
         finished = []
-        for index in np.flatnonzero(stops | is_full).tolist():
-            status = RequestStatus.FINISHED_STOP if stops[index] else RequestStatus.FINISHED_LENGTH
-            self._finish(requests[index], status)
-            finished.append(requests[index])
-        return StepOutput(rows=rows, token_ids=token_ids, requests=requests, finished=finished)
+        may_end = table.may_stop(token_ids) | (num_tokens == table.max_total_tokens[rows])
+        for index in may_end.nonzero()[0].tolist():
+            request = requests[index]
+            _, status = self._up_to_end(request, [token_ids.item(index)], num_tokens.item(index) - 1)
+            if status is not None:
+                self._finish(request, status)
+                finished.append(request)
+        output = StepOutput(rows, np.ones(len(rows), np.int32), token_ids, requests, finished)
+        return output if others is None else output.joined(others)
+
+    def reset_prefix_cache(self, *, force: bool = False) -> bool:
+        """Makes the prefix cache forget all, as when the weights have changed.
+
+        While requests run it refuses and returns False; with `force` it preempts them, in order, and what they
+        compute again comes from new weights only.
+        """
+        if self.num_running and not force:
+            return False
+        for request in self.table.running_requests:
+            self._planner.preempt(request)
+        self._planner.pages.pool.forget_cached()
+        return True
 
     def stats(self) -> SchedulerStats:
-        """A snapshot for operators. Costs a look at each unfinished request."""
-        num_requests = Counter(request.status for request in self._requests.values()) + self._num_finished
-        num_pages = self._pool.num_pages - 1
+        """A snapshot for operators, at a cost that does not depend on the load."""
+        table, planner = self.table, self._planner
+        pool, cache, num_preempted = planner.pages.pool, planner.pages.cache, planner.num_preempted
+        num_prefilling = int(np.count_nonzero(table.num_total_tokens - table.num_computed_tokens > 1))
+        num_requests = {status: self._num_finished[status] for status in RequestStatus} | {
+            RequestStatus.WAITING_FOR_INPUT: len(self._preparing),
+            RequestStatus.WAITING: len(self._waiting) - num_preempted,
+            RequestStatus.PREFILLING: num_prefilling,
+            RequestStatus.DECODING: self.num_running - num_prefilling,
+            RequestStatus.PREEMPTED: num_preempted,
+        }
+        oldest = self._waiting.oldest_arrival_time
         return SchedulerStats(
-            num_requests={status: num_requests[status] for status in RequestStatus},
-            num_free_pages=self._pool.num_free_pages,
-            num_used_pages=num_pages - self._pool.num_free_pages,
-            num_preemptions=self._num_preemptions,
-            num_recomputed_tokens=self._num_recomputed_tokens,
+            num_requests=num_requests,
+            num_queued_tokens=self._waiting.num_tokens + self._num_preparing_tokens,
+            queue_age_s=0.0 if oldest is None else max(0.0, self._clock() - oldest),
+            num_free_pages=pool.num_free_pages,
+            num_used_pages=pool.num_pages - 1 - pool.num_free_pages,
+            num_cached_pages=pool.num_cached_pages,
+            num_preemptions=planner.num_preemptions,
+            num_recomputed_tokens=planner.num_recomputed_tokens,
+            num_prefix_query_tokens=cache.num_queried_tokens,
+            num_prefix_hit_tokens=cache.num_hit_tokens,
+            num_accepted_tokens=self._num_accepted_tokens,
+            last_step=planner.last_step,
+            all_steps=planner.all_steps,
         )
 
     def check_integrity(self) -> None:
         """Asserts that no page, row, token or request is lost or owned twice. Slow; for tests."""
         running, waiting = self.table.running_requests, list(self._waiting)
-        assert sorted(running + waiting, key=urgency) == sorted(self._requests.values(), key=urgency)
-        assert waiting == sorted(waiting, key=urgency)
+        everybody = [*running, *waiting, *self._preparing.values()]
+        assert sorted(map(id, everybody)) == sorted(map(id, self._requests.values()))
         assert {request.status for request in waiting} <= {RequestStatus.WAITING, RequestStatus.PREEMPTED}
-        self.table.check_integrity()
-        assert np.count_nonzero(self.table.num_wanted_tokens() > 1) <= 1, "two rows amid their prompts"
-        self._pool.check_integrity(self.table.owned_pages)
-        num_pending_R = np.zeros_like(self.table.num_pending_tokens)
-        for plan in self._in_flight:
-            num_pending_R[plan.rows] += plan.samples & (self.table.occupancy[plan.rows] == plan.occupancies)
-        assert (num_pending_R == self.table.num_pending_tokens).all(), "a pending token that no step will bring"
-
-    def _give_pages_to_decodes(self, num_scheduled_R: np.ndarray) -> bool:
-        """Gives a page to each one-token row that has filled its own. Preempts until there are enough pages.
-
-        Returns whether it had to preempt.
-        """
-        table = self.table
-        is_full_R = table.num_computed_tokens == table.num_pages * self.config.page_size
-        rows = np.flatnonzero((num_scheduled_R == 1) & is_full_R)
-        has_preempted = rows.size > self._pool.num_free_pages
-        while rows.size > self._pool.num_free_pages:
-            self._preempt(least_urgent(table.running_requests), num_scheduled_R)
-            rows = rows[num_scheduled_R[rows] == 1]
-        if rows.size:
-            table.append_page(rows, self._pool.allocate(rows.size))
-        return has_preempted
-
-    def _fit_chunk(self, num_scheduled_R: np.ndarray) -> int:
-        """Cuts the row in the middle of its prompt down to the budget and to the free pages.
-
-        There is at most one such row, as a request is admitted only with budget that those before it left.
-        Returns what is left of the budget.
-        """
-        budget = self.config.max_num_batched_tokens - int(np.count_nonzero(num_scheduled_R == 1))
-        for row in np.flatnonzero(num_scheduled_R > 1).tolist():
-            num_computed = int(self.table.num_computed_tokens[row])
-            num_pages = int(self.table.num_pages[row]) + self._pool.num_free_pages
-            num_fitting = num_pages * self.config.page_size - num_computed
-            num_tokens = min(int(num_scheduled_R[row]), budget, num_fitting)
-            self._grow(row, num_computed + num_tokens)
-            num_scheduled_R[row] = num_tokens
-            budget -= num_tokens
-        return budget
-
-    def _admit(self, num_scheduled_R: np.ndarray, budget: int) -> None:
-        """Starts waiting requests in order, while a row, budget, and pages for all their tokens are free.
-
-        One page for each running row, its next, does not count as free: else a prompt would often be read
-        only to be preempted.
-        """
-        while self._waiting and self.table.num_free_rows and budget:
-            request = self._waiting.first
-            num_pages = self.config.num_pages_for(request.num_tokens)
-            if num_pages > self._pool.num_free_pages - self.num_running:
-                break
-            num_tokens = min(request.num_tokens, budget)
-            self._waiting.remove(request)
-            row = self.table.admit(request)
-            self._grow(row, num_tokens)
-            num_scheduled_R[row] = num_tokens
-            budget -= num_tokens
-
-    def _commit(self, num_scheduled_R: np.ndarray) -> StepPlan | None:
-        """Makes the plan, and advances the table as if the step had run."""
-        table = self.table
-        decode_rows, chunk_rows = np.flatnonzero(num_scheduled_R == 1), np.flatnonzero(num_scheduled_R > 1)
-        rows = np.concatenate((decode_rows, chunk_rows)).astype(np.int32)
-        if not rows.size:
-            return None
-        num_scheduled_S = num_scheduled_R[rows]
-        num_computed_S = table.num_computed_tokens[rows]
-        num_pending_S = table.num_pending_tokens[rows]
-        samples_S = num_computed_S + num_scheduled_S == table.num_tokens[rows] + num_pending_S
-        plan = StepPlan(
-            rows=rows,
-            num_scheduled_tokens=num_scheduled_S,
-            num_computed_tokens=num_computed_S,
-            occupancies=table.occupancy[rows],
-            samples=samples_S,
-            from_device=num_pending_S > 0,
-            num_decodes=len(decode_rows),
-        )
-        table.num_computed_tokens += num_scheduled_R
-        table.num_pending_tokens[rows] += samples_S
-        self._in_flight.append(plan)
-        return plan
-
-    def _grow(self, row: int, num_tokens: int) -> None:
-        """Gives a row the pages that it lacks to hold `num_tokens` tokens."""
-        num_pages = self.config.num_pages_for(num_tokens) - int(self.table.num_pages[row])
-        self.table.append_pages(row, self._pool.allocate(num_pages))
-
-    def _preempt(self, request: Request, num_scheduled_R: np.ndarray) -> None:
-        """Sends a running request back to the queue without its pages.
-
-        Its pending tokens are forgotten: they are sampled again, from the same seed, after the recomputation.
-        """
-        row = request.row
-        assert row is not None
-        num_scheduled_R[row] = 0
-        self._num_preemptions += 1
-        self._num_recomputed_tokens += int(self.table.num_computed_tokens[row])
-        self._pool.free(self.table.release(row))
-        request.move_to(RequestStatus.PREEMPTED)
-        self._waiting.push(request)
+        assert self._num_preparing_tokens == sum(request.num_tokens for request in self._preparing.values())
+        self._waiting.check_integrity()
+        self._planner.check_integrity()
+        for account in self._tenants.accounts:
+            own = [request for request in everybody if request.tenant == account.name]
+            assert account.num_unfinished == len(own)
+            assert account.num_running == sum(request.row is not None for request in own)
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
-        if request.row is None:
-            self._waiting.remove(request)
+        if request.row is not None:
+            self._planner.leave_row(request, is_sound=status is not RequestStatus.FINISHED_ERROR)
+        elif self._preparing.pop(request.request_id, None) is not None:
+            self._num_preparing_tokens -= request.num_tokens
         else:
-            self._pool.free(self.table.release(request.row))
+            self._planner.leave_queue(request)
         request.move_to(status)
         del self._requests[request.request_id]
         self._num_finished[status] += 1
+        self._tenants.leave(request)
 
-    def _refuse_if_unservable(self, request: Request) -> None:
-        name, config = f"request {request.request_id!r}", self.config
-        num_prompt_tokens, max_tokens = request.num_prompt_tokens, request.max_tokens
-        if request.request_id in self._requests:
-            raise RequestRefusedError(f"{name}: this request_id belongs to a request that has not finished")
-        if request.status.is_finished:
-            raise RequestRefusedError(f"{name} is {request.status.value}: make a new Request to run it again")
-        if num_prompt_tokens == 0:
-            raise RequestRefusedError(f"{name}: the prompt is empty; it must have at least one token")
-        if max_tokens < 1:
-            raise RequestRefusedError(f"{name}: max_tokens is {max_tokens:,}; it must be at least 1")
-        if num_prompt_tokens >= config.max_model_len:
-            raise RequestRefusedError(
-                f"{name}: the prompt has {num_prompt_tokens:,} tokens; max_model_len is "
-                f"{config.max_model_len:,}, and must hold the prompt and at least one new token. "
-                "Shorten the prompt or raise max_model_len."
-            )
-        num_tokens = self.table.max_total_tokens_of(request)
-        num_pages, num_pool_pages = config.num_pages_for(num_tokens), self._pool.num_pages - 1
-        if num_pages > num_pool_pages:
-            raise RequestRefusedError(
-                f"{name}: {num_prompt_tokens:,} prompt tokens and max_tokens {max_tokens:,}, within "
-                f"max_model_len {config.max_model_len:,}, make {num_tokens:,} tokens; they need "
-                f"{num_pages:,} pages of {config.page_size:,} tokens, and the KV cache has "
-                f"{num_pool_pages:,}. Lower max_tokens or give the KV cache more pages."
-            )
+    def _take_in_others(
+        self, plan: StepPlan, sampled_token_ids: np.ndarray, num_sampled_tokens: np.ndarray | None
+    ) -> tuple[np.ndarray, list[tuple[int, Request, list[int]]]]:
+        """Takes in what is not simply the next token of a running row: verified drafts, and tokens of requests that
+        were preempted since the plan was made.
+
+        Returns bool[S], where it is the next token of a running row, and (row, request, its new tokens) of the others.
+        """
+        table, others = self.table, []
+        is_gone_S = table.released_at[plan.rows] >= plan.clock
+        is_simple_S = plan.samples & ~is_gone_S
+        if plan.num_draft_tokens is not None:
+            is_simple_S &= plan.num_draft_tokens == 0
+        for index in np.flatnonzero(plan.samples & ~is_simple_S).tolist():
+            row, sampled, num_sampled = int(plan.rows[index]), sampled_token_ids[index : index + 1].ravel().tolist(), 1
+            if plan.num_draft_tokens is not None:
+                assert num_sampled_tokens is not None, "a plan with drafts comes back with numbers of tokens"
+                num_sampled = int(num_sampled_tokens[index])
+            request = self._planner.in_flight.take_awaited(plan, row) if is_gone_S[index] else table.requests[row]
+            if request is None:
+                continue
+            token_ids, status = self._up_to_end(request, sampled[:num_sampled], request.num_tokens)
+            if is_gone_S[index]:
+                self._waiting.append_tokens(request, token_ids)
+            else:
+                self._num_accepted_tokens += num_sampled - 1
+                self._planner.accept(row, token_ids, int(plan.num_computed_tokens[index]))
+            others.append((row, request, token_ids))
+            if status is not None:
+                self._finish(request, status)
+        return is_simple_S, others
+
+    def _up_to_end(
+        self, request: Request, token_ids: list[int], num_tokens: int
+    ) -> tuple[list[int], RequestStatus | None]:
+        """Those of the tokens after the first `num_tokens` of a request that belong to it, and how it ends, if so."""
+        max_total_tokens = self.config.max_total_tokens(request.num_prompt_tokens, request.max_tokens)
+        min_total_tokens = request.num_prompt_tokens + request.min_tokens
+        for number, token_id in enumerate(token_ids, 1):
+            if token_id in request.stop_token_ids and num_tokens + number >= min_total_tokens:
+                return token_ids[:number], RequestStatus.FINISHED_STOP
+            if num_tokens + number == max_total_tokens:
+                return token_ids[:number], RequestStatus.FINISHED_LENGTH
+        return token_ids, None

@@ -3,21 +3,83 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from jaxllm.scheduler.request import RequestStatus
+from jaxllm.scheduler.step_plan import StepPlan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTokens:
+    """Tokens of one step, or of all steps since the start.
+
+    num_decode_tokens: of rows that had one token to compute.
+    num_prefill_tokens: of prompts, and of what preempted requests compute again.
+    num_draft_tokens: to be verified.
+    num_budget_tokens: what the steps could have computed: max_num_batched_tokens each.
+    """
+
+    num_decode_tokens: int = 0
+    num_prefill_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_budget_tokens: int = 0
+
+    @classmethod
+    def of(cls, plan: StepPlan, max_num_batched_tokens: int) -> "StepTokens":
+        num_draft_tokens, num_decode_tokens = 0, plan.num_decodes
+        if plan.num_draft_tokens is not None:
+            num_draft_tokens = int(plan.num_draft_tokens.sum())
+            num_decode_tokens += int(np.count_nonzero(plan.num_draft_tokens))
+        return cls(
+            num_decode_tokens=num_decode_tokens,
+            num_prefill_tokens=plan.num_tokens - num_decode_tokens - num_draft_tokens,
+            num_draft_tokens=num_draft_tokens,
+            num_budget_tokens=max_num_batched_tokens,
+        )
+
+    def __add__(self, other: "StepTokens") -> "StepTokens":
+        return StepTokens(
+            num_decode_tokens=self.num_decode_tokens + other.num_decode_tokens,
+            num_prefill_tokens=self.num_prefill_tokens + other.num_prefill_tokens,
+            num_draft_tokens=self.num_draft_tokens + other.num_draft_tokens,
+            num_budget_tokens=self.num_budget_tokens + other.num_budget_tokens,
+        )
+
+    @property
+    def budget_use(self) -> float:
+        """The part of the budget that was used, from 0 to 1."""
+        num_tokens = self.num_decode_tokens + self.num_prefill_tokens + self.num_draft_tokens
+        return num_tokens / self.num_budget_tokens if self.num_budget_tokens else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerStats:
-    """A snapshot.
+    """A snapshot. It costs the same whatever is queued and running.
 
     num_requests: by status, an entry for each. Those of FINISHED_* count since the start, the others now.
-    num_free_pages, num_used_pages: of the KV cache, without the null page.
+    num_queued_tokens: of the requests that wait.
+    queue_age_s: since the arrival of the oldest request that waits; 0 if none does.
+    num_free_pages, num_used_pages: of the KV cache, without the null page. Used ones belong to running requests.
+    num_cached_pages: those of the free pages whose content a request may still find.
     num_preemptions: since the start.
-    num_recomputed_tokens: tokens whose keys and values were given up by preemptions, since the start.
+    num_recomputed_tokens: tokens that preempted requests had to compute again, since the start. What they found in
+        the prefix cache is not among them.
+    num_prefix_query_tokens, num_prefix_hit_tokens: what admitted requests looked for and found in the prefix cache,
+        since the start.
+    num_accepted_tokens: drafts that were right, since the start.
+    last_step, all_steps: tokens by kind.
     """
 
     num_requests: Mapping[RequestStatus, int]
+    num_queued_tokens: int
+    queue_age_s: float
     num_free_pages: int
     num_used_pages: int
+    num_cached_pages: int
     num_preemptions: int
     num_recomputed_tokens: int
+    num_prefix_query_tokens: int
+    num_prefix_hit_tokens: int
+    num_accepted_tokens: int
+    last_step: StepTokens
+    all_steps: StepTokens

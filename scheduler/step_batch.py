@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
@@ -48,6 +49,7 @@ def fields(bucket: Bucket, max_pages_per_seq: int) -> Mapping[str, Field]:
         "rows": ((S,), _INT32),
         "logits_rows": ((S,), _INT32),
         "from_device": ((S,), _INT32),
+        "num_draft_tokens": ((S,), _INT32),
         "temperature": ((S,), _FLOAT32),
         "top_k": ((S,), _INT32),
         "top_p": ((S,), _FLOAT32),
@@ -62,9 +64,8 @@ def fields(bucket: Bucket, max_pages_per_seq: int) -> Mapping[str, Field]:
     return MappingProxyType(layout)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class StepBatch:
-    """One step, padded to T tokens, S rows and P pages a row. All arrays are views into `buffer`.
+    """One step, padded to T tokens, S rows and P pages a row. Its arrays are views into `buffer`, made when asked for.
 
     Each step has a buffer of its own: a device on the host's memory may read it while the step is in flight.
 
@@ -78,35 +79,29 @@ class StepBatch:
     rows: int32[S], the row of the running table, and of the device's own state; max_num_seqs for padding.
     logits_rows: int32[S], the index among the T of the row's last token; 0 for padding.
     from_device: int32[S], 1 if the row's one token is what the device sampled for it last, else 0.
+    num_draft_tokens: int32[S], how many of the row's last tokens are drafts to verify; 0 for padding.
     temperature, top_p, min_p: float32[S]; top_k: int32[S]. See `SamplingRow`; greedy for padding.
     seed: int32[S], the bits of a uint32.
     num_seqs: int32[1], the number of rows that are not padding.
     """
 
-    bucket: Bucket
-    buffer: np.ndarray
-    token_ids: np.ndarray
-    positions: np.ndarray
-    cu_q_lens: np.ndarray
-    kv_lens: np.ndarray
-    page_table: np.ndarray
-    rows: np.ndarray
-    logits_rows: np.ndarray
-    from_device: np.ndarray
-    temperature: np.ndarray
-    top_k: np.ndarray
-    top_p: np.ndarray
-    min_p: np.ndarray
-    seed: np.ndarray
-    num_seqs: np.ndarray
+    __slots__ = ("_layout", "bucket", "buffer")
+
+    def __init__(self, bucket: Bucket, buffer: np.ndarray, layout: Mapping[str, Field]) -> None:
+        self.bucket = bucket
+        self.buffer = buffer
+        self._layout = layout
+
+    def __getattr__(self, name: str) -> np.ndarray:
+        if name not in self._layout:
+            raise AttributeError(f"a StepBatch has no array {name!r}")
+        return self._layout[name].view(self.buffer)
 
     @classmethod
     def empty(cls, bucket: Bucket, table: RunningTable) -> "StepBatch":
         """A batch of padding only."""
         layout = fields(bucket, table.page_table.shape[1])
-        buffer = np.zeros(layout["num_seqs"].end, np.int32)
-        arrays = {name: field.view(buffer) for name, field in layout.items()}
-        batch = cls(bucket=bucket, buffer=buffer, **arrays)
+        batch = cls(bucket, np.zeros(layout["num_seqs"].end, np.int32), layout)
         batch.rows.fill(table.num_rows)
         batch.top_p.fill(1.0)
         return batch
@@ -116,28 +111,78 @@ class StepBatch:
         """The plan's step, from the table as `schedule` left it. The bucket must fit the plan."""
         num_seqs, num_tokens, rows = plan.num_seqs, plan.num_tokens, plan.rows
         assert bucket.fits(num_tokens, num_seqs, plan.is_decode_only), f"{plan} does not fit {bucket}"
-        batch = cls.empty(bucket, table)
+        T, S, P = bucket.num_tokens, bucket.num_seqs, table.page_table.shape[1]
+        layout = fields(bucket, P)
+        at = _offsets(bucket, P)
+        buffer = np.zeros(layout["num_seqs"].end, np.int32)
+        numbers_S = _numbers(S)
         q_lens = plan.num_scheduled_tokens
-        q_ends = np.cumsum(q_lens, dtype=np.int32)
 
-        positions = np.repeat(plan.num_computed_tokens - (q_ends - q_lens), q_lens)
-        positions += np.arange(num_tokens, dtype=np.int32)
-        batch.positions[:num_tokens] = positions
-        batch.token_ids[:num_tokens] = table.token_ids[np.repeat(rows, q_lens), positions]
-        batch.token_ids[q_ends[plan.from_device] - 1] = 0
+        if plan.is_decode_only:
+            buffer[at.positions : at.positions + num_seqs] = plan.num_computed_tokens
+            indices = table.first_token_index[rows] + plan.num_computed_tokens
+            token_ids = buffer[at.token_ids : at.token_ids + num_seqs]
+            np.multiply(table.flat_token_ids[indices], ~plan.from_device, out=token_ids)
+            buffer[at.cu_q_lens + 1 : at.cu_q_lens + 1 + num_seqs] = numbers_S[1 : num_seqs + 1]
+            buffer[at.logits_rows : at.logits_rows + num_seqs] = numbers_S[:num_seqs]
+        else:
+            q_ends = np.cumsum(q_lens, dtype=np.int32)
+            positions = np.repeat(plan.num_computed_tokens - (q_ends - q_lens), q_lens)
+            positions += _numbers(T)[:num_tokens]
+            buffer[at.positions : at.positions + num_tokens] = positions
+            indices = np.repeat(table.first_token_index[rows], q_lens) + positions
+            token_ids = buffer[at.token_ids : at.token_ids + num_tokens]
+            token_ids[:] = table.flat_token_ids[indices]
+            token_ids[q_ends[plan.from_device] - 1] = 0
+            buffer[at.cu_q_lens + 1 : at.cu_q_lens + 1 + num_seqs] = q_ends
+            np.subtract(q_ends, 1, out=buffer[at.logits_rows : at.logits_rows + num_seqs])
+        buffer[at.cu_q_lens + 1 + num_seqs : at.cu_q_lens + 1 + S] = num_tokens
+        np.add(plan.num_computed_tokens, q_lens, out=buffer[at.kv_lens : at.kv_lens + num_seqs])
+        page_table = buffer[at.page_table : at.page_table + S * P].reshape(S, P)
+        num_pages = int(table.num_pages.max())
+        page_table[:num_seqs, :num_pages] = table.page_table[:, :num_pages].take(rows, axis=0)
+        buffer[at.rows : at.rows + num_seqs] = rows
+        buffer[at.rows + num_seqs : at.rows + S] = table.num_rows
+        buffer[at.from_device : at.from_device + num_seqs] = plan.from_device
+        if plan.num_draft_tokens is not None:
+            buffer[at.num_draft_tokens : at.num_draft_tokens + num_seqs] = plan.num_draft_tokens
+        sampling = buffer[at.sampling : at.sampling + 5 * S].reshape(5, S)
+        sampling[:, :num_seqs] = table.sampling.take(rows, axis=1)
+        sampling[_TOP_P, num_seqs:] = _ONE
+        buffer[at.num_seqs] = num_seqs
+        return cls(bucket, buffer, layout)
 
-        batch.cu_q_lens[1 : num_seqs + 1] = q_ends
-        batch.cu_q_lens[num_seqs + 1 :] = num_tokens
-        batch.kv_lens[:num_seqs] = plan.num_computed_tokens + q_lens
-        num_pages = table.num_pages[rows].max()
-        batch.page_table[:num_seqs, :num_pages] = table.page_table[rows, :num_pages]
-        batch.rows[:num_seqs] = rows
-        batch.logits_rows[:num_seqs] = q_ends - 1
-        batch.from_device[:num_seqs] = plan.from_device
-        batch.temperature[:num_seqs] = table.temperature[rows]
-        batch.top_k[:num_seqs] = table.top_k[rows]
-        batch.top_p[:num_seqs] = table.top_p[rows]
-        batch.min_p[:num_seqs] = table.min_p[rows]
-        batch.seed[:num_seqs] = table.seed[rows].view(np.int32)
-        batch.num_seqs[0] = num_seqs
-        return batch
+
+class _Offsets(NamedTuple):
+    """Where the fields begin. `sampling` are the five from temperature to seed, which follow each other."""
+
+    token_ids: int
+    positions: int
+    cu_q_lens: int
+    kv_lens: int
+    page_table: int
+    rows: int
+    logits_rows: int
+    from_device: int
+    num_draft_tokens: int
+    sampling: int
+    num_seqs: int
+
+
+@lru_cache(maxsize=256)
+def _offsets(bucket: Bucket, max_pages_per_seq: int) -> _Offsets:
+    layout = fields(bucket, max_pages_per_seq)
+    offsets = {name: layout[name].offset for name in _Offsets._fields if name != "sampling"}
+    return _Offsets(sampling=layout["temperature"].offset, **offsets)
+
+
+@lru_cache(maxsize=256)
+def _numbers(number: int) -> np.ndarray:
+    """int32[number + 1]: 0, 1, 2 …"""
+    numbers = np.arange(number + 1, dtype=np.int32)
+    numbers.flags.writeable = False
+    return numbers
+
+
+_TOP_P = 2
+_ONE = np.float32(1.0).view(np.int32)

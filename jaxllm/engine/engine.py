@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 from jaxllm.config import EngineConfig, ResolvedConfig, resolve
 from jaxllm.engine.output_processor import OutputProcessor
 from jaxllm.engine.runner import Runner, StepHandle
-from jaxllm.errors import ConfigError, InvalidRequestError
+from jaxllm.errors import ConfigError, InvalidRequestError, OverloadedError
 from jaxllm.loading.checkpoint import Checkpoint
 from jaxllm.loading.sources import open_checkpoint
 from jaxllm.models.model import Model, model_max_len
@@ -27,7 +27,9 @@ from jaxllm.scheduler import (
     RequestStatus,
     SamplingRow,
     Scheduler,
+    SchedulerBusyError,
     SchedulerConfig,
+    SchedulerConfigError,
 )
 from jaxllm.scheduler.buckets import pick
 from jaxllm.scheduler.step_batch import StepBatch
@@ -35,6 +37,9 @@ from jaxllm.scheduler.step_plan import StepPlan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+
+_MAX_SLEEP_S = 1e-3  # in a merge window, for new requests may end it
 
 
 class Engine:
@@ -62,15 +67,7 @@ class Engine:
             self.runner.start(weights.result())
             self.tokenizer: PreTrainedTokenizerFast = tokenizer.result()
 
-        self.scheduler = Scheduler(
-            SchedulerConfig(
-                max_num_seqs=resolved.max_num_seqs,
-                max_num_batched_tokens=resolved.max_num_batched_tokens,
-                max_model_len=resolved.max_model_len,
-                page_size=resolved.page_size,
-                num_pages=self.runner.num_pages,
-            )
-        )
+        self.scheduler = Scheduler(_scheduler_config(resolved, self.runner))
         self.vocab_size = model.config.vocab_size
         self._eos_token_ids = _eos_token_ids(checkpoint, self.tokenizer)
         self._seeds = random.Random(config.seed)
@@ -89,6 +86,10 @@ class Engine:
         *,
         prompt: str | None = None,
         priority: int = 0,
+        tenant: str = "",
+        cache_salt: str = "",
+        timeout_s: float | None = None,
+        queue_timeout_s: float | None = None,
         on_text: Callable[[str], None] | None = None,
     ) -> None:
         """Queues a request; `step` returns its output when it has finished.
@@ -98,10 +99,15 @@ class Engine:
           prompt_token_ids: at least one, fewer than max_model_len, within the vocabulary.
           prompt: the text of the prompt, to be returned with the output.
           priority: lower runs first.
+          tenant: on whose account it runs.
+          cache_salt: it shares cached prefixes with requests of the same salt only.
+          timeout_s, queue_timeout_s: it ends (with the reason "timeout") when it has not finished, or not started, in
+            this time.
           on_text: called with each new piece of text, from within `step`.
 
-        Raises InvalidRequestError, and leaves everything as it was.
+        Raises InvalidRequestError, or OverloadedError if there is no room now, and leaves everything as it was.
         """
+        now = time.monotonic()
         max_model_len = self.scheduler.config.max_model_len
         outside = [token for token in prompt_token_ids if not 0 <= token < self.vocab_size]
         if outside:
@@ -116,7 +122,11 @@ class Engine:
                 max_tokens=params.max_tokens or max(1, max_model_len - len(prompt_token_ids)),
                 stop_token_ids=(*stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)),
                 priority=priority,
-                arrival_time=time.monotonic(),
+                tenant=tenant,
+                arrival_time=now,
+                deadline=None if timeout_s is None else now + timeout_s,
+                queue_deadline=None if queue_timeout_s is None else now + queue_timeout_s,
+                cache_salt=cache_salt,
                 sampling=SamplingRow(
                     temperature=params.temperature,
                     top_k=params.top_k,
@@ -126,6 +136,8 @@ class Engine:
                 ),
             )
             self.scheduler.add_request(request)
+        except SchedulerBusyError as error:
+            raise OverloadedError(str(error), error.retry_after_s) from error
         except RequestRefusedError as error:
             raise InvalidRequestError(str(error)) from error
         self._outputs.add(request, prompt=prompt, params=params, on_text=on_text)
@@ -135,33 +147,62 @@ class Engine:
         return self._outputs.finish(request_id) if self.scheduler.abort_request(request_id) else None
 
     def abort_all(self) -> list[RequestOutput]:
-        """Ends every request, after a `step` that raised. Returns what they have so far."""
+        """Ends every request, after a `step` that raised. Returns what they have so far.
+
+        Nothing that a step may have left half done is found in the prefix cache afterwards.
+        """
         request_ids = self._outputs.request_ids
         for request_id in request_ids:
             self.scheduler.abort_request(request_id)
+        self.scheduler.reset_prefix_cache()
         return [self._outputs.finish(request_id) for request_id in request_ids]
 
     def step(self) -> list[RequestOutput]:
         """Launches the next step, and takes in the one before while it runs. Returns what has finished."""
+        expired = [self._outputs.finish(request.request_id) for request in self.scheduler.expire()]
         plan = self.scheduler.schedule()
         if plan is not None:
             bucket = pick(self.runner.ready_buckets, plan.num_tokens, plan.num_seqs, plan.is_decode_only)
             handle = self.runner.launch(StepBatch.build(plan, self.scheduler.table, bucket))
             self._in_flight.append((plan, handle))
-            self._outputs.note_start(self.scheduler.table.requests_of(plan.rows[plan.num_computed_tokens == 0]))
+            self._outputs.note_start(plan.started)
         num_ahead = 0 if plan is None else 1
         if len(self._in_flight) <= num_ahead:
-            return []
+            if plan is None:
+                time.sleep(min(self.scheduler.wait_s, _MAX_SLEEP_S))
+            return expired
         plan, handle = self._in_flight.popleft()
         output = self.scheduler.update(plan, handle.sampled_token_ids()[: plan.num_seqs])
         finished, stopped = self._outputs.process(output)
         for ended in stopped:
             self.scheduler.finish_request(ended.request_id, RequestStatus.FINISHED_STOP)
-        return finished + stopped
+        return expired + finished + stopped
 
     def shutdown(self) -> None:
         """Stops background work."""
         self.runner.shutdown()
+
+
+def _scheduler_config(config: ResolvedConfig, runner: Runner) -> SchedulerConfig:
+    try:
+        return SchedulerConfig(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=config.max_model_len,
+            page_size=config.page_size,
+            num_pages=runner.num_pages,
+            enable_prefix_caching=config.enable_prefix_caching,
+            policy=config.scheduling_policy,
+            max_queued_requests=config.max_queued_requests,
+            max_queued_tokens=config.max_queued_tokens,
+            max_wait_ms=config.max_wait_ms,
+            min_batch=config.min_batch,
+            tpot_target_ms=config.tpot_target_ms,
+            ttft_target_ms=config.ttft_target_ms,
+            step_sizes=tuple(bucket.num_tokens for bucket in runner.buckets if not bucket.is_decode_only),
+        )
+    except SchedulerConfigError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _make_mesh(tensor_parallel_size: int) -> jax.sharding.Mesh:

@@ -19,6 +19,7 @@ _REASONS: dict[RequestStatus, FinishReason] = {
     RequestStatus.FINISHED_STOP: "stop",
     RequestStatus.FINISHED_LENGTH: "length",
     RequestStatus.FINISHED_ABORT: "abort",
+    RequestStatus.FINISHED_TIMEOUT: "timeout",
 }
 
 
@@ -49,6 +50,7 @@ class OutputProcessor:
     def __init__(self, tokenizer: "PreTrainedTokenizerFast"):
         self._tokenizer = tokenizer
         self._records: dict[str, _Record] = {}
+        self._watched: set[str] = set()  # those whose tokens are looked at as they come, or whose first has not come
 
     def add(
         self,
@@ -60,6 +62,7 @@ class OutputProcessor:
     ) -> None:
         """`on_text` is called with each new piece of the text."""
         needs_text = on_text is not None or params.stop
+        self._watched.add(request.request_id)
         self._records[request.request_id] = _Record(
             request=request,
             prompt=prompt,
@@ -87,14 +90,17 @@ class OutputProcessor:
         here because of a stop string, which the scheduler does not know yet."""
         now = time.monotonic()
         stopped = []
-        for request, token_id in zip(output.requests, output.token_ids.tolist(), strict=True):
+        for request, token_ids in output.tokens_by_request() if self._watched else ():
             record = self._records[request.request_id]
             if record.metrics.first_token_time is None:
                 record.metrics.first_token_time = now
-            is_stop_token = request.status is RequestStatus.FINISHED_STOP
-            if record.detokenizer is None or is_stop_token:
+                if record.detokenizer is None:
+                    self._watched.discard(request.request_id)
+            if request.status is RequestStatus.FINISHED_STOP:
+                token_ids = token_ids[:-1]
+            if record.detokenizer is None or not token_ids:
                 continue
-            text, stop_string = record.stop_strings.append(record.detokenizer.append([token_id]))
+            text, stop_string = record.stop_strings.append(record.detokenizer.append(token_ids))
             record.show(text)
             if stop_string is not None:
                 stopped.append(self._finish(record, "stop", stop_string, now))
@@ -126,6 +132,7 @@ class OutputProcessor:
     ) -> RequestOutput:
         request = record.request
         del self._records[request.request_id]
+        self._watched.discard(request.request_id)
         token_ids = request.output_token_ids
         record.metrics.finished_time = now
         record.metrics.num_output_tokens = len(token_ids)

@@ -14,7 +14,8 @@ def resolved(platform="cpu", model_max_len=2048, **options):
 def test_the_options_are_these():
     defaults = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
     assert defaults.pop("model") is dataclasses.MISSING
-    values = {"tensor_parallel_size": 1, "seed": 0}
+    values = {"tensor_parallel_size": 1, "seed": 0, "enable_prefix_caching": True, "scheduling_policy": "priority"}
+    values |= {"max_wait_ms": 0.0, "min_batch": 1}
     assert {name: default for name, default in defaults.items() if default is not None} == values
     assert set(defaults) == {
         "revision",
@@ -29,6 +30,14 @@ def test_the_options_are_these():
         "tensor_parallel_size",
         "attention_implementation",
         "compilation_cache_dir",
+        "enable_prefix_caching",
+        "scheduling_policy",
+        "max_queued_requests",
+        "max_queued_tokens",
+        "max_wait_ms",
+        "min_batch",
+        "tpot_target_ms",
+        "ttft_target_ms",
         "seed",
     }
 
@@ -47,6 +56,11 @@ def test_the_options_are_these():
         ({"page_size": "16"}, "page_size is '16'; it must be an integer"),
         ({"num_pages": 1}, "num_pages is 1; it must be an integer of at least 2"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0; "),
+        ({"scheduling_policy": "lifo"}, "scheduling_policy is 'lifo'; it must be one of priority, fcfs, fair"),
+        ({"max_queued_requests": 0}, "max_queued_requests is 0; it must be an integer of at least 1"),
+        ({"max_wait_ms": -1}, "max_wait_ms is -1; it must be a number, 0 or more"),
+        ({"max_wait_ms": None}, "max_wait_ms is None; it must be a number, 0 or more"),
+        ({"tpot_target_ms": 0}, "tpot_target_ms is 0; it must be a number above 0"),
         ({"seed": -1}, "seed is -1; it must be an integer of at least 0"),
         ({"memory_utilization": 0}, "memory_utilization is 0; it must be above 0 and at most 1"),
         ({"memory_utilization": 1.01}, "memory_utilization is 1.01; "),
@@ -99,7 +113,8 @@ def test_auto_becomes_what_the_docstring_says(platform, expected):
     assert config.num_pages is None
     assert config.compilation_cache_dir == str(Path.home() / ".cache" / "jaxllm")
     auto = {field.name for field in dataclasses.fields(ResolvedConfig) if getattr(config, field.name) is None}
-    assert auto == {"num_pages", "attention_implementation"}
+    no_limit = {"max_queued_requests", "max_queued_tokens", "tpot_target_ms", "ttft_target_ms"}
+    assert auto == {"num_pages", "attention_implementation"} | no_limit
 
 
 def test_what_is_given_is_kept():

@@ -112,10 +112,11 @@ def run_until_finished(engine):
 def test_a_request_may_leave_in_any_state(tiny_llm):
     """After n steps of 18 requests some wait, some are in their prompts, some write."""
     engine, scheduler = tiny_llm.engine, tiny_llm.engine.scheduler
-    expected = tokens(tiny_llm, [PROMPTS[3]], GREEDY)[0]
+    prompts = [[3 + i, *PROMPTS[3]] for i in range(18)]  # They share no page.
+    expected = tokens(tiny_llm, prompts, GREEDY)
     for num_steps in range(14):
         for i in range(18):
-            engine.add_request(str(i), PROMPTS[3], GREEDY)
+            engine.add_request(str(i), prompts[i], GREEDY)
         for _ in range(num_steps):
             engine.step()
         for i in range(17):
@@ -127,12 +128,12 @@ def test_a_request_may_leave_in_any_state(tiny_llm):
             assert scheduler.stats().num_used_pages == used - num_pages
             [completion] = output.outputs
             assert completion.finish_reason == "abort"
-            assert completion.token_ids == expected[: len(completion.token_ids)]
+            assert completion.token_ids == expected[i][: len(completion.token_ids)]
             assert engine.abort_request(str(i)) is None
         scheduler.check_integrity()
         outputs = run_until_finished(engine)
         assert list(outputs) == ["17"]
-        assert outputs["17"].outputs[0].token_ids == expected
+        assert outputs["17"].outputs[0].token_ids == expected[17]
 
 
 def test_ids_are_unique_among_unfinished_requests(tiny_llm):

@@ -3,6 +3,7 @@
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from jaxllm.scheduler import (
     fields,
     pick,
 )
-from jaxllm.scheduler.policy import urgency
+from jaxllm.scheduler.policy import ByPriority
 
 VOCABULARY = 61
 NOTHING = -7
@@ -42,13 +43,14 @@ class FakeDevice:
         self.config = config
         self.pages = np.full((config.num_pages, config.page_size), NOTHING)
         self.last_token = np.full(config.max_num_seqs + 1, NOTHING)
-        self._queue: deque[tuple[StepBatch, list[np.ndarray]]] = deque()
+        self._queue: deque[tuple[StepBatch, list[tuple]]] = deque()
 
-    def launch(self, batch: StepBatch) -> Callable[[], np.ndarray]:
-        result: list[np.ndarray] = []
+    def launch(self, batch: StepBatch) -> Callable[[], tuple]:
+        """Returns what waits for the arguments of `update`: sampled token ids, and how many if there are drafts."""
+        result: list[tuple] = []
         self._queue.append((batch, result))
 
-        def wait() -> np.ndarray:
+        def wait() -> tuple:
             while not result:
                 batch, its_result = self._queue.popleft()
                 its_result.append(self._run(batch))
@@ -56,16 +58,17 @@ class FakeDevice:
 
         return wait
 
-    def _run(self, batch: StepBatch) -> np.ndarray:
+    def _run(self, batch: StepBatch) -> tuple:
         layout = fields(batch.bucket, self.config.max_pages_per_seq)
         step = {name: field.view(batch.buffer) for name, field in layout.items()}
         num_seqs, page_size = int(step["num_seqs"][0]), self.config.page_size
-        written = set()
+        written, read = set(), set()
         for i in range(num_seqs):
             first, end = step["cu_q_lens"][i : i + 2]
             kv_len, row = step["kv_lens"][i], step["rows"][i]
             assert step["logits_rows"][i] == end - 1
             assert step["positions"][first:end].tolist() == list(range(kv_len - (end - first), kv_len))
+            assert step["num_draft_tokens"][i] < end - first
             for t in range(first, end):
                 from_device = step["from_device"][i] and t == end - 1
                 token = self.last_token[row] if from_device else step["token_ids"][t]
@@ -75,13 +78,32 @@ class FakeDevice:
                 assert place not in written, "two tokens in one slot"
                 written.add(place)
                 self.pages[place] = token
-        sampled = np.full(num_seqs, NOTHING, np.int32)
+            read |= {int(page) for page in step["page_table"][i, : (kv_len - (end - first)) // page_size]}
+        assert not read & {page for page, _ in written}, "a page is read by one row and written by another in one step"
+        num_drafts = step["num_draft_tokens"][:num_seqs]
+        sampled = np.full((num_seqs, 1 + num_drafts.max()), NOTHING, np.int32)
+        num_sampled = np.zeros(num_seqs, np.int32)
         for i in range(num_seqs):
             kv_len, seed = step["kv_lens"][i], int(step["seed"][i : i + 1].view(np.uint32)[0])
             slots = self.pages[step["page_table"][i]].reshape(-1)
-            sampled[i] = next_token(slots[:kv_len], seed)
-            self.last_token[step["rows"][i]] = sampled[i]
-        return sampled
+            for length in range(kv_len - num_drafts[i], kv_len + 1):
+                token = next_token(slots[:length], seed)
+                sampled[i, num_sampled[i]] = token
+                num_sampled[i] += 1
+                if length == kv_len or slots[length] != token:
+                    break
+            self.last_token[step["rows"][i]] = token
+        return (sampled, num_sampled) if num_drafts.any() else (sampled[:, 0],)
+
+
+class Clock:
+    """Time as a test wants it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 class Loop:
@@ -89,11 +111,12 @@ class Loop:
 
     def __init__(self, config: SchedulerConfig, num_ahead: int = 0) -> None:
         self.config = config
-        self.scheduler = Scheduler(config)
+        self.clock = Clock()
+        self.scheduler = Scheduler(config, self.clock)
         self.device = FakeDevice(config)
         self.num_ahead = num_ahead
         self.buckets = declare_buckets(config.max_num_batched_tokens, config.max_num_seqs, 4)
-        self.in_flight: deque[tuple[StepPlan, Callable[[], np.ndarray]]] = deque()
+        self.in_flight: deque[tuple[StepPlan, Callable[[], tuple]]] = deque()
         self.plans: list[StepPlan] = []
         self.streams: dict[str, list[int]] = defaultdict(list)
 
@@ -104,14 +127,20 @@ class Loop:
     def schedule(self) -> StepPlan | None:
         """Schedules and launches one step."""
         scheduler = self.scheduler
-        before = scheduler.table.running_requests
+        before = {request: request.status for request in scheduler.table.running_requests}
         plan = scheduler.schedule()
         scheduler.check_integrity()
-        preempted = [request for request in before if request.status is RequestStatus.PREEMPTED]
-        if preempted:
+        if self.config.policy == "priority":
+            rank = ByPriority().rank
+            # One amid its prompt gives way to a more urgent prompt, whoever else runs.
+            preempted = [
+                request
+                for request, status in before.items()
+                if request.status is RequestStatus.PREEMPTED and status is RequestStatus.DECODING
+            ]
             running = scheduler.table.running_requests
-            assert set(running) <= set(before), "admitted in a step that preempted"
-            assert max(map(urgency, running)) < min(map(urgency, preempted)), "preempted the more urgent"
+            if preempted and running:
+                assert max(map(rank, running)) < min(map(rank, preempted)), "preempted the more urgent"
         if plan is None:
             return None
         self._check(plan)
@@ -124,17 +153,18 @@ class Loop:
     def update(self) -> StepOutput:
         """Takes in the oldest result."""
         plan, wait = self.in_flight.popleft()
-        output = self.scheduler.update(plan, wait())
+        output = self.scheduler.update(plan, *wait())
         self.scheduler.check_integrity()
-        for request, token_id in zip(output.requests, output.token_ids.tolist(), strict=True):
-            self.streams[request.request_id].append(token_id)
+        for request, token_ids in output.tokens_by_request():
+            self.streams[request.request_id] += token_ids
         assert all(request.status.is_finished for request in output.finished)
         return output
 
     def step(self) -> None:
         plan = self.schedule()
         if plan is None and not self.in_flight:
-            assert not self.scheduler.has_unfinished_requests, "nothing runs and nothing is in flight"
+            self.clock.now += (wait_s := self.scheduler.wait_s)
+            assert wait_s or not self.scheduler.has_unfinished_requests, "nothing runs and nothing is in flight"
         elif plan is None or len(self.in_flight) > self.num_ahead:
             self.update()
 
@@ -151,7 +181,7 @@ class Loop:
 
     def _check(self, plan: StepPlan) -> None:
         assert len(set(plan.rows.tolist())) == plan.num_seqs <= self.config.max_num_seqs
-        assert plan.num_tokens <= self.config.max_num_batched_tokens
+        assert plan.num_tokens == plan.num_scheduled_tokens.sum() <= self.config.max_num_batched_tokens
         assert (plan.num_scheduled_tokens[: plan.num_decodes] == 1).all()
         assert (plan.num_scheduled_tokens[plan.num_decodes :] > 1).all()
         assert (plan.num_scheduled_tokens[plan.from_device] == 1).all()
@@ -164,15 +194,15 @@ def expected_output(request: Request, config: SchedulerConfig) -> list[int]:
     max_total_tokens = min(len(tokens) + request.max_tokens, config.max_model_len)
     while len(tokens) < max_total_tokens:
         tokens.append(next_token(tokens, request.sampling.seed))
-        if tokens[-1] in request.stop_token_ids:
+        if tokens[-1] in request.stop_token_ids and len(tokens) - request.num_prompt_tokens >= request.min_tokens:
             break
     return tokens[request.num_prompt_tokens :]
 
 
 @pytest.fixture
 def make_config() -> Callable[..., SchedulerConfig]:
-    def make(**changes: int) -> SchedulerConfig:
-        sizes = {
+    def make(**changes: Any) -> SchedulerConfig:
+        sizes: dict[str, Any] = {
             "max_num_seqs": 8,
             "max_num_batched_tokens": 32,
             "max_model_len": 128,
@@ -186,7 +216,7 @@ def make_config() -> Callable[..., SchedulerConfig]:
 
 @pytest.fixture
 def make_loop(make_config: Callable[..., SchedulerConfig]) -> Callable[..., Loop]:
-    def make(num_ahead: int = 0, **changes: int) -> Loop:
+    def make(num_ahead: int = 0, **changes: Any) -> Loop:
         return Loop(make_config(**changes), num_ahead)
 
     return make
@@ -195,3 +225,8 @@ def make_loop(make_config: Callable[..., SchedulerConfig]) -> Callable[..., Loop
 @pytest.fixture
 def expect_alone() -> Callable[[Request, SchedulerConfig], list[int]]:
     return expected_output
+
+
+@pytest.fixture
+def loop_class() -> type[Loop]:
+    return Loop

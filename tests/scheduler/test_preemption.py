@@ -80,9 +80,9 @@ def test_a_less_urgent_prompt_waits_for_pages_and_takes_none(make_loop, expect_a
 @pytest.mark.parametrize(("num_pages", "starts"), [(1 + 6 + 3 + 1, False), (1 + 6 + 3 + 2, True)])
 def test_a_request_starts_only_if_each_running_row_keeps_its_next_page(make_loop, num_pages, starts):
     loop = make_loop(num_pages=num_pages, max_model_len=32)
-    loop.add(*(Request(f"running{index}", [1] * 10, max_tokens=9) for index in range(2)))
+    loop.add(*(Request(f"running{index}", [index] * 10, max_tokens=9) for index in range(2)))
     loop.step()
-    newcomer = Request("newcomer", [1] * 12, max_tokens=1)
+    newcomer = Request("newcomer", [2] * 12, max_tokens=1)
     loop.add(newcomer)
     loop.schedule()
     assert (newcomer.status is not RequestStatus.WAITING) == starts

@@ -15,6 +15,7 @@ def test_no_status_leaves_finished_and_every_other_one_may_finish():
         "FINISHED_STOP",
         "FINISHED_LENGTH",
         "FINISHED_ABORT",
+        "FINISHED_TIMEOUT",
         "FINISHED_ERROR",
     }
     for old, new in itertools.product(RequestStatus, RequestStatus):
@@ -31,7 +32,8 @@ def test_only_waiting_and_preempted_requests_start_and_only_running_ones_are_pre
     assert sources(RequestStatus.PREFILLING) == {"waiting", "preempted"}
     assert sources(RequestStatus.DECODING) == {"prefilling"}
     assert sources(RequestStatus.PREEMPTED) == {"prefilling", "decoding"}
-    assert sources(RequestStatus.WAITING) == set()
+    assert sources(RequestStatus.WAITING) == {"waiting_for_input"}
+    assert sources(RequestStatus.WAITING_FOR_INPUT) == set()
 
 
 def test_a_move_that_does_not_exist_is_our_own_mistake():

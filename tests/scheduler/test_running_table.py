@@ -9,15 +9,14 @@ def test_a_request_gets_its_tokens_back_and_leaves_a_blank_row(make_config):
     table = RunningTable(make_config())
     request = Request("a", [1, 2, 3], max_tokens=4, stop_token_ids=(9, 8, 7))
     row = table.admit(request)
-    occupancy = table.occupancy[row]
     table.append_pages(row, [5])
     table.num_computed_tokens[row] = 3
-    table.num_pending_tokens[row] = 1
+    table.num_total_tokens[row] = 4
     table.append_token(np.array([row]), np.array([42]))
     assert request.output_token_ids == [42]
     assert table.release(row) == [5]
     assert (request.prompt_token_ids, request.output_token_ids) == ([1, 2, 3], [42])
-    assert table.occupancy[row] == occupancy + 1
+    assert table.released_at[row] == table.last_release == table.clock
     table.check_integrity()
     table.token_ids[row] = -1
     assert request.output_token_ids == [42], "a view of a row that is somebody else's now"
@@ -25,17 +24,19 @@ def test_a_request_gets_its_tokens_back_and_leaves_a_blank_row(make_config):
 
 def test_stop_tokens_of_a_former_owner_are_gone(make_config):
     table = RunningTable(make_config(max_num_seqs=1))
-    table.release(table.admit(Request("a", [1], max_tokens=1, stop_token_ids=(4, 5, 6))))
-    row = table.admit(Request("b", [1], max_tokens=1, stop_token_ids=(7,)))
-    assert table.stop_token_ids[row].tolist() == [7, -1, -1]
+    table.release(table.admit(Request("a", [1], max_tokens=1, stop_token_ids=(4, 5, 6, 2**31 - 1))))
+    table.admit(Request("b", [1], max_tokens=1, stop_token_ids=(7,)))
+    assert table.may_stop(np.array([4, 5, 6, 7, 2**31 - 1])).tolist() == [False, False, False, True, False]
+    table.check_integrity()
 
 
 def test_sampling_settings_reach_the_row(make_config):
     table = RunningTable(make_config())
     sampling = SamplingRow(temperature=0.5, top_k=3, top_p=0.25, min_p=0.125, seed=2**32 - 1)
     row = table.admit(Request("a", [1], max_tokens=1, sampling=sampling))
-    columns = (table.temperature, table.top_k, table.top_p, table.min_p, table.seed)
-    assert tuple(column[row] for column in columns) == (0.5, 3, 0.25, 0.125, 2**32 - 1)
+    bits = table.sampling[:, row].copy()
+    assert bits[[0, 2, 3]].view(np.float32).tolist() == [0.5, 0.25, 0.125]
+    assert bits[[1, 4]].view(np.uint32).tolist() == [3, 2**32 - 1]
 
 
 def test_a_wide_table_takes_no_memory_before_tokens_come(make_config):

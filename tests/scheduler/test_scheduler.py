@@ -161,7 +161,7 @@ def test_a_prompt_longer_than_the_budget_is_read_in_chunks_and_samples_once(make
 def test_rows_and_budget_bound_each_step(make_loop):
     """The loop checks both bounds in each step; here they are reached."""
     loop = make_loop(max_num_seqs=4, max_num_batched_tokens=10)
-    loop.add(*(Request(f"r{index}", [1] * 6, max_tokens=8) for index in range(12)))
+    loop.add(*(Request(f"r{index}", [index] * 6, max_tokens=8) for index in range(12)))
     loop.run()
     assert max(plan.num_seqs for plan in loop.plans) == 4
     assert max(plan.num_tokens for plan in loop.plans) == 10
@@ -206,9 +206,9 @@ def test_plans_are_updated_once_and_in_order(make_loop):
     loop.add(Request("a", [1, 2, 3], max_tokens=20))
     first, second = loop.schedule(), loop.schedule()
     results = [wait() for _, wait in loop.in_flight]
-    loop.scheduler.update(second, results[1])
+    loop.scheduler.update(second, *results[1])
     with pytest.raises(AssertionError, match="updated once"):
-        loop.scheduler.update(first, results[0])
+        loop.scheduler.update(first, *results[0])
 
 
 def test_schedule_without_work_is_none(make_loop):

@@ -1,0 +1,53 @@
+"""When requests may start, and how much of a prompt a step may read."""
+
+from jaxllm.scheduler.config import SchedulerConfig
+from jaxllm.scheduler.request import Request
+from jaxllm.scheduler.step_plan import StepPlan
+from jaxllm.scheduler.step_time import StepTimeModel
+from jaxllm.scheduler.waiting_queue import WaitingQueue
+
+
+class Pacing:
+    """The merge window, and the targets for TTFT and TPOT. Times are in seconds of the scheduler's clock."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self._step_time = StepTimeModel(config.step_sizes)
+        self._last_result_time = float("-inf")
+
+    def window_s(self, waiting: WaitingQueue, now: float) -> float:
+        """How long requests that wait are still to wait for others to start with; 0 if they may start."""
+        config = self._config
+        if config.max_wait_ms == 0 or not waiting or len(waiting) >= config.min_batch:
+            return 0.0
+        oldest = waiting.oldest_arrival_time
+        assert oldest is not None
+        return max(0.0, oldest + config.max_wait_ms / 1e3 - now)
+
+    def most_prompt_tokens(
+        self, budget: int, num_other_tokens: int, num_kv_tokens: int, reading: Request | None, now: float
+    ) -> int:
+        """Of `budget`, the tokens of prompts that a step may read beside `num_other_tokens` of running requests.
+
+        num_kv_tokens: whose keys and values the others read.
+        reading: whose prompt is next.
+        """
+        config = self._config
+        if config.tpot_target_ms is None or not num_other_tokens:
+            return budget
+        ttft_target_s = float("inf") if config.ttft_target_ms is None else config.ttft_target_ms / 1e3
+        if reading is not None and now - reading.arrival_time > ttft_target_s:
+            return budget
+        seconds = config.tpot_target_ms / 1e3
+        most = self._step_time.most_tokens(seconds, num_kv_tokens, num_other_tokens + budget)
+        least = self._step_time.padded(num_other_tokens + config.min_chunk_tokens)
+        return min(budget, max(most, least) - num_other_tokens)
+
+    def note_result(self, plan: StepPlan, now: float) -> None:
+        """The result of a plan has come. The step began when it was planned, or when the one before it ended."""
+        if self._config.tpot_target_ms is None:
+            return
+        num_kv_tokens = int(plan.num_computed_tokens.sum()) + plan.num_tokens
+        seconds = now - max(plan.time, self._last_result_time)
+        self._step_time.observe(plan.num_tokens, num_kv_tokens, seconds, is_padded=not plan.is_decode_only)
+        self._last_result_time = now

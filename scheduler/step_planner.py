@@ -1,0 +1,385 @@
+"""Who runs in the next step, how many tokens each, and in which pages."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast
+
+import numpy as np
+
+from jaxllm.scheduler.config import SchedulerConfig
+from jaxllm.scheduler.in_flight import InFlight
+from jaxllm.scheduler.kv_pages import KVPages
+from jaxllm.scheduler.pacing import Pacing
+from jaxllm.scheduler.policy import Policy
+from jaxllm.scheduler.request import Request, RequestStatus
+from jaxllm.scheduler.running_table import RunningTable
+from jaxllm.scheduler.stats import StepTokens
+from jaxllm.scheduler.step_plan import StepPlan
+from jaxllm.scheduler.tenants import TenantLedger
+from jaxllm.scheduler.waiting_queue import WaitingQueue
+
+_MAX_DEFERRED = 32  # requests passed over in a step because what they wait for is on its way
+
+
+class StepPlanner:
+    """Moves requests between the queue and the rows, and decides what each row computes in a step.
+
+    There is one rule. Each running request has tokens that are known and tokens whose keys and values are
+    computed; each step lets it catch up by some number of tokens, within one token budget. A prompt catches
+    up in chunks, a decoding request by its one new token, one with drafts by all of them, and a preempted request
+    starts again from what the prefix cache still has. Rows that want one token are served first, then drafts, then
+    the row in the middle of its prompt, then the waiting requests, in the order of the policy. When pages run out,
+    the row that is last in that order gives up its own.
+
+    Within a step, `scheduled_R` (int32[R]) is what each row is to compute.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        table: RunningTable,
+        policy: Policy,
+        waiting: WaitingQueue,
+        tenants: TenantLedger,
+    ) -> None:
+        self.config = config
+        self.table = table
+        self.pages = KVPages(config, table)
+        self.pacing = Pacing(config)
+        self.in_flight = InFlight(table)
+        self.num_preempted = 0  # now
+        self.num_preemptions = 0  # since the start
+        self.num_recomputed_tokens = 0
+        self._policy = policy
+        self._is_fair = config.policy == "fair"
+        self._waiting = waiting
+        self._tenants = tenants
+        self._prompt_row: int | None = None  # the one row in the middle of its prompt
+        self._has_drafts = False
+        self._started: list[Request] = []  # in the step that is being planned
+        self._last_plan: StepPlan | None = None
+        self._mixed_steps = StepTokens()
+        self._num_other_tokens = 0  # of the steps of decodes only
+
+    @property
+    def num_running(self) -> int:
+        return self.table.num_rows - self.table.num_free_rows
+
+    @property
+    def last_step(self) -> StepTokens:
+        """Tokens of the last plan."""
+        if self._last_plan is None:
+            return StepTokens()
+        return StepTokens.of(self._last_plan, self.config.max_num_batched_tokens)
+
+    @property
+    def all_steps(self) -> StepTokens:
+        """Tokens of all plans."""
+        num_budget_tokens = self.table.clock * self.config.max_num_batched_tokens
+        num_decode_tokens = self._mixed_steps.num_decode_tokens + self._num_other_tokens
+        return replace(self._mixed_steps, num_decode_tokens=num_decode_tokens, num_budget_tokens=num_budget_tokens)
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The next step, or None if nothing can run. The table then counts its tokens as computed."""
+        self._started = []
+        scheduled_R = self.table.num_wanted_tokens()
+        if self._prompt_row is not None and scheduled_R[self._prompt_row] <= 1:
+            self._prompt_row = None
+        has_preempted = self._give_pages_to_decodes(scheduled_R)
+        is_mixed = self._has_drafts and self._add_drafts(scheduled_R)
+        if self._is_fair:
+            served_R = scheduled_R.copy()
+            if self._prompt_row is not None:
+                served_R[self._prompt_row] = 0
+            self._tenants.charge(self.table.tenant, served_R)
+        if self._prompt_row is not None or self._waiting:
+            may_admit = not has_preempted and self.pacing.window_s(self._waiting, now) == 0.0
+            budget = left = self._prompt_budget(scheduled_R, now)
+            if (reading_row := self._prompt_row) is not None:
+                left = self._read_on(reading_row, scheduled_R, budget, may_admit)
+            if may_admit:
+                left = self._admit(scheduled_R, left, reading_row)
+            is_mixed = is_mixed or left < budget
+        return self._commit(scheduled_R, is_mixed, now)
+
+    def propose(self, request: Request, token_ids: Sequence[int]) -> None:
+        """Drafts of the next tokens of a request, for the next step to verify."""
+        table, row = self.table, request.row
+        if row is None or not table.is_decoding(row) or table.is_verifying[row]:
+            return
+        num_tokens = int(table.num_tokens[row])
+        if table.num_total_tokens[row] == num_tokens:
+            number = max(0, min(len(token_ids), int(table.max_total_tokens[row]) - num_tokens - 1))
+            table.token_ids[row, num_tokens : num_tokens + number] = token_ids[:number]
+            table.num_draft_tokens[row] = number
+            self._has_drafts = True
+
+    def preempt(self, request: Request, scheduled_R: np.ndarray | None = None) -> None:
+        """Sends a running request back to the queue without its pages; `scheduled_R` then has nothing for its row.
+
+        Tokens that steps in flight sample for it are still appended when they come; until then it does not start.
+        """
+        row = cast(int, request.row)
+        self.in_flight.await_tokens(request, row)
+        if scheduled_R is not None:
+            scheduled_R[row] = 0
+        self.num_preemptions += 1
+        request.num_given_up_tokens = min(int(self.table.num_computed_tokens[row]), request.num_tokens)
+        self.leave_row(request)
+        request.move_to(RequestStatus.PREEMPTED)
+        self.num_preempted += 1
+        self._waiting.push(request)
+
+    def leave_row(self, request: Request, *, is_sound: bool = True) -> None:
+        """Takes row and pages from a running request. Others will not find pages that are not sound."""
+        row = cast(int, request.row)
+        if row == self._prompt_row:
+            self._prompt_row = None
+        self.pages.release(row, is_sound=is_sound)
+        self._tenants.account(request.tenant).num_running -= 1
+
+    def leave_queue(self, request: Request) -> None:
+        """Takes a request that waits out of the queue."""
+        self._waiting.remove(request)
+        self.num_preempted -= request.status is RequestStatus.PREEMPTED
+
+    def accept(self, row: int, token_ids: Sequence[int], num_computed_tokens: int) -> None:
+        """What came of a row's drafts: its new tokens, behind those that were computed before the step."""
+        self.table.accept_tokens(row, np.array(token_ids, np.int32), num_computed_tokens)
+        self.pages.shrink(row, int(self.table.num_computed_tokens[row]))
+
+    def check_integrity(self) -> None:
+        """Asserts that rows, pages and plans agree. For tests."""
+        self.table.check_integrity()
+        self.pages.check_integrity()
+        self.in_flight.check_integrity()
+        rows = np.flatnonzero(self.table.num_wanted_tokens() > 1).tolist()
+        assert rows in ([], [self._prompt_row]), "a row amid its prompt that nobody reads on"
+        assert self.num_preempted == sum(request.status is RequestStatus.PREEMPTED for request in self._waiting)
+
+    # The parts of `plan`, in order.
+
+    def _give_pages_to_decodes(self, scheduled_R: np.ndarray) -> bool:
+        """Gives a page to each one-token row that has filled its own. Preempts until there are enough pages.
+
+        Returns whether it had to preempt.
+        """
+        table = self.table
+        rows = (table.num_computed_tokens + scheduled_R > table.num_slots).nonzero()[0]
+        if self._prompt_row is not None:
+            rows = rows[rows != self._prompt_row]
+        if not rows.size:
+            return False
+        has_preempted = rows.size > self.pages.num_free_pages
+        while rows.size > self.pages.num_free_pages:
+            self.preempt(max(table.running_requests, key=self._policy.rank), scheduled_R)
+            rows = rows[scheduled_R[rows] == 1]
+        self.pages.grow_by_one(rows)
+        return has_preempted
+
+    def _add_drafts(self, scheduled_R: np.ndarray) -> bool:
+        """Adds the drafts of decoding rows, as far as budget and free pages go. Returns whether any is in the step.
+
+        Drafts are a chance, so nobody is preempted for them, and each running row's next page stays free.
+        """
+        table, self._has_drafts = self.table, False
+        budget = self.config.max_num_batched_tokens - self._num_served(scheduled_R)
+        for row in np.flatnonzero((table.num_draft_tokens > 0) & (scheduled_R == 1)).tolist():
+            num_computed, num_slots = int(table.num_computed_tokens[row]), int(table.num_slots[row])
+            num_spare = max(0, self.pages.num_free_pages - self.num_running) * self.config.page_size
+            number = min(int(table.num_draft_tokens[row]), budget, num_slots + num_spare - num_computed - 1)
+            table.num_draft_tokens[row] = number
+            scheduled_R[row] += number
+            budget -= number
+            self.pages.grow(row, num_computed + 1 + number)
+        return bool(table.num_draft_tokens.any())
+
+    def _num_served(self, scheduled_R: np.ndarray) -> int:
+        """Tokens of all rows but the one in the middle of its prompt."""
+        return int(scheduled_R.sum()) - (0 if self._prompt_row is None else int(scheduled_R[self._prompt_row]))
+
+    def _prompt_budget(self, scheduled_R: np.ndarray, now: float) -> int:
+        """Tokens of prompts that the step may read: what is left of the budget, or what the targets allow."""
+        num_others = self._num_served(scheduled_R)
+        budget = self.config.max_num_batched_tokens - num_others
+        if self.config.tpot_target_ms is None:
+            return budget
+        table = self.table
+        num_kv_tokens = int(table.num_computed_tokens.sum()) + num_others
+        reading = self._first_waiting() if self._prompt_row is None else table.requests[self._prompt_row]
+        return self.pacing.most_prompt_tokens(budget, num_others, num_kv_tokens, reading, now)
+
+    def _read_on(self, row: int, scheduled_R: np.ndarray, budget: int, may_admit: bool) -> int:
+        """Cuts the row in the middle of its prompt down to the budget and to the free pages.
+
+        There is at most one such row, as a request is admitted only with budget that those before it left. A
+        waiting request of lower priority number takes its place, where the cache keeps what has been computed.
+        Returns what is left of the budget.
+        """
+        table = self.table
+        if may_admit and self._policy.preempts and self._is_better_read_instead(row):
+            self.preempt(table.requests[row], scheduled_R)
+            return budget
+        num_computed = table.num_computed_tokens.item(row)
+        num_fitting = table.num_slots.item(row) + self.pages.num_free_pages * self.config.page_size - num_computed
+        num_tokens = min(int(scheduled_R[row]), budget, num_fitting)
+        self.pages.grow(row, num_computed + num_tokens)
+        if num_tokens == scheduled_R[row]:
+            self._prompt_row = None
+        scheduled_R[row] = num_tokens
+        if self._is_fair:
+            self._tenants.account(table.requests[row].tenant).charge(num_tokens)
+        return budget - num_tokens
+
+    def _is_better_read_instead(self, row: int) -> bool:
+        """Whether the first waiting request outranks the one amid its prompt, would have pages in its place, and would
+        not waste what has been computed for it."""
+        pages, request, first = self.pages, self.table.requests[row], self._first_waiting()
+        if first is None or first.priority >= request.priority or first.num_awaited_plans:
+            return False
+        num_free = pages.num_free_pages + pages.num_freed_by(row) - (self.num_running - 1)
+        return pages.cache.serves(request) and pages.num_missing(first, pages.cache.match(first)) <= num_free
+
+    def _admit(self, scheduled_R: np.ndarray, budget: int, reading_row: int | None) -> int:
+        """Starts waiting requests in order, while a row, budget, and pages for all their tokens are free.
+
+        Those whose first pages are being computed for another, such as `reading_row`, are passed over. One whose last
+        token is on its way is waited for, so that nobody takes its place. Returns what is left of the budget.
+        """
+        deferred: list[Request] = []
+        has_begun = False
+        while budget > 0 and (request := self._first_waiting()) is not None:
+            if not self.table.num_free_rows and not self._outranks_some(request):
+                break
+            if not has_begun:
+                self.pages.begin_admissions(reading_row)
+                has_begun = True
+            request = self._longest_match(request)
+            if request.num_awaited_plans:
+                break
+            if (shared_pages := self.pages.match(request)) is None:
+                if len(deferred) == _MAX_DEFERRED:
+                    break
+                self._waiting.remove(request)
+                deferred.append(request)
+                continue
+            if not self._make_room(request, shared_pages, scheduled_R):
+                break
+            budget -= self._start(request, shared_pages, scheduled_R, budget)
+        for request in deferred:
+            self._waiting.push(request)
+        return budget
+
+    def _start(self, request: Request, shared_pages: list[int], scheduled_R: np.ndarray, budget: int) -> int:
+        """Gives the request a row, pages, and what it may compute in this step. Returns how much that is."""
+        if self.config.prefix_window > 1:
+            self._waiting.note_overtaking(request)
+        self.leave_queue(request)
+        account = self._tenants.account(request.tenant)
+        account.num_running += 1
+        self._started.append(request)
+        row = self.table.admit(request, account.number)
+        self.pages.admit(row, request, shared_pages)
+        num_computed = len(shared_pages) * self.config.page_size
+        if request.num_given_up_tokens:
+            self.num_recomputed_tokens += max(0, request.num_given_up_tokens - num_computed)
+            request.num_given_up_tokens = 0
+        num_wanted = request.num_tokens - num_computed
+        num_tokens = min(num_wanted, budget)
+        self.pages.grow(row, num_computed + num_tokens)
+        scheduled_R[row] = num_tokens
+        if self._is_fair:
+            account.charge(num_tokens)
+        if num_tokens < num_wanted:
+            self._prompt_row = row
+        return num_tokens
+
+    def _commit(self, scheduled_R: np.ndarray, is_mixed: bool, now: float) -> StepPlan | None:
+        """Makes the plan, and advances the table as if the step had run."""
+        table, num_draft_S = self.table, None
+        if is_mixed:
+            decode_rows, other_rows = (scheduled_R == 1).nonzero()[0], (scheduled_R > 1).nonzero()[0]
+            rows, num_decodes = np.concatenate((decode_rows, other_rows)), len(decode_rows)
+        else:
+            rows = scheduled_R.nonzero()[0]
+            num_decodes = len(rows)
+        if not rows.size:
+            return None
+        num_scheduled_S, num_computed_S = scheduled_R[rows], table.num_computed_tokens[rows]
+        num_total_S = table.num_total_tokens[rows]
+        from_device_S = num_total_S > table.num_tokens[rows]
+        table.num_computed_tokens += scheduled_R
+        num_tokens = num_decodes
+        if not is_mixed:
+            samples_S = num_scheduled_S > 0
+            table.num_total_tokens += scheduled_R
+        else:
+            num_tokens = int(num_scheduled_S.sum())
+            num_draft_R = table.num_draft_tokens
+            samples_S = table.num_computed_tokens[rows] == num_total_S + num_draft_R[rows]
+            table.num_total_tokens[rows] += samples_S
+            if num_draft_R.any():
+                num_draft_S = num_draft_R[rows]
+                table.begin_verification()
+        table.clock += 1
+        plan = StepPlan(
+            rows=rows,
+            num_scheduled_tokens=num_scheduled_S,
+            num_computed_tokens=num_computed_S,
+            samples=samples_S,
+            all_sample=not is_mixed or bool(samples_S.all()),
+            from_device=from_device_S,
+            num_draft_tokens=num_draft_S,
+            num_decodes=num_decodes,
+            num_tokens=num_tokens,
+            clock=table.clock,
+            started=self._started,
+            time=now,
+        )
+        self.in_flight.push(plan)
+        self._last_plan = plan
+        if is_mixed:
+            self._mixed_steps += StepTokens.of(plan, self.config.max_num_batched_tokens)
+        else:
+            self._num_other_tokens += num_tokens
+        return plan
+
+    def _first_waiting(self) -> Request | None:
+        """The next in the order of the policy whose tenant may run more."""
+        return self._waiting.first(self._tenants.may_run_more if self._tenants.limits_running else None)
+
+    def _longest_match(self, first: Request) -> Request:
+        """The one that shall start instead of `first`, among its equals: that with most in the prefix cache."""
+        window = self.config.prefix_window
+        if window == 1 or first.num_times_overtaken >= window:
+            return first
+        equals = self._waiting.equals_of(first, window)
+        return max(equals, key=lambda request: len(self.pages.cache.match(request)))
+
+    def _outranks_some(self, request: Request) -> bool:
+        """Whether a running request may have to make room for this one."""
+        return self._policy.preempts and request.priority < int(self.table.priority.max())
+
+    def _make_room(self, request: Request, shared_pages: list[int], scheduled_R: np.ndarray) -> bool:
+        """Whether there are a row and pages for the request, if need be after preempting those that it outranks.
+
+        One page for each running row, its next, does not count as free: else a prompt would often be read only to be
+        preempted.
+        """
+        pages, table = self.pages, self.table
+
+        num_spare = pages.num_free_pages - (table.num_rows - table.num_free_rows)
+        if table.num_free_rows and pages.num_missing(request, shared_pages) <= num_spare:
+            return True
+        if not self._outranks_some(request):
+            return False
+        outranked = [other for other in table.running_requests if request.priority < other.priority]
+        outranked.sort(key=self._policy.rank)
+        num_spare += sum(pages.num_freed_by(cast(int, other.row)) + 1 for other in outranked)
+        if pages.num_missing(request, shared_pages) > num_spare:
+            return False
+        while outranked:
+            self.preempt(outranked.pop(), scheduled_R)
+            if pages.num_missing(request, shared_pages) <= pages.num_free_pages - self.num_running:
+                return True
+        return False

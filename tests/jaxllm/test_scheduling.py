@@ -1,0 +1,147 @@
+"""On real models: however requests are scheduled, greedy tokens stay the same."""
+
+import dataclasses
+import time
+
+import numpy as np
+import pytest
+
+from jaxllm import SamplingParams
+from jaxllm.errors import OverloadedError
+from jaxllm.scheduler import Scheduler
+
+
+@pytest.fixture
+def rescheduled():
+    """Sets other scheduler settings on an `LLM`; gives it its own back at the end."""
+    own = {}
+
+    def change(llm, **settings):
+        while llm.engine._in_flight:
+            llm.engine.step()
+        scheduler = own.setdefault(llm.engine, llm.engine.scheduler)
+        llm.engine.scheduler.check_integrity()
+        llm.engine.scheduler = Scheduler(dataclasses.replace(scheduler.config, **settings))
+        return llm.engine.scheduler
+
+    yield change
+    for engine, scheduler in own.items():
+        engine._in_flight.clear()
+        engine.scheduler.check_integrity()
+        engine.scheduler = scheduler
+        assert scheduler.reset_prefix_cache()  # Others have written to its pages.
+
+
+def generate(llm, prompts, max_tokens, priorities=None):
+    """The greedy tokens of prompts (token ids) that are served together."""
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    engine, outputs = llm.engine, {}
+    for index, prompt in enumerate(prompts):
+        priority = 0 if priorities is None else priorities[index]
+        engine.add_request(str(index), prompt, params, priority=priority, tenant=str(index % 3))
+        if index % 3 == 2:
+            outputs |= {output.request_id: output for output in engine.step()}
+    while engine.has_unfinished_requests:
+        outputs |= {output.request_id: output for output in engine.step()}
+    return [outputs[str(index)].outputs[0].token_ids for index in range(len(prompts))]
+
+
+def prompts_of(vocab_size, num_prompts, num_shared, num_own, seed=0):
+    rng = np.random.default_rng(seed)
+    shared = rng.integers(3, vocab_size, num_shared).tolist()
+    return [[*shared, *rng.integers(3, vocab_size, num_own + index).tolist()] for index in range(num_prompts)]
+
+
+SETTINGS = {
+    "cache": {},
+    "no cache": {"enable_prefix_caching": False},
+    "fcfs": {"policy": "fcfs"},
+    "fair": {"policy": "fair"},
+    "longest match first": {"prefix_window": 4},
+    "merge window": {"max_wait_ms": 5.0, "min_batch": 4},
+    "tpot target": {"tpot_target_ms": 1.0, "min_chunk_tokens": 8},
+}
+
+
+@pytest.mark.parametrize("name", ["tiny_llm", "demo_llm"])
+def test_greedy_tokens_do_not_depend_on_the_scheduling(request, rescheduled, name):
+    llm = request.getfixturevalue(name)
+    num_prompts, num_shared, num_own, max_tokens = (12, 60, 9, 12) if name == "tiny_llm" else (5, 130, 9, 5)
+    prompts = prompts_of(llm.engine.vocab_size, num_prompts, num_shared, num_own)
+    expected = None
+    for settings in SETTINGS.values():
+        scheduler = rescheduled(llm, **settings)
+        tokens = generate(llm, prompts, max_tokens)
+        expected = expected or tokens
+        assert tokens == expected, settings
+        has_hits = scheduler.stats().num_prefix_hit_tokens > 0
+        assert has_hits == settings.get("enable_prefix_caching", True)
+    scheduler = rescheduled(llm)
+    assert generate(llm, prompts, max_tokens, priorities=[-index for index in range(num_prompts)]) == expected
+
+
+@pytest.mark.parametrize("name", ["tiny_llm", "demo_llm"])
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+def test_greedy_tokens_survive_preemption(request, rescheduled, name, enable_prefix_caching):
+    llm = request.getfixturevalue(name)
+    engine = llm.engine
+    num_own, max_tokens, num_pages = (20, 40, 23) if name == "tiny_llm" else (50, 90, 9)
+    prompts = prompts_of(engine.vocab_size, 7 if name == "tiny_llm" else 4, 0, num_own, seed=1)
+    expected = generate(llm, prompts, max_tokens)
+    scheduler = rescheduled(llm, num_pages=num_pages, enable_prefix_caching=enable_prefix_caching)
+    assert generate(llm, prompts, max_tokens) == expected
+    assert scheduler.stats().num_preemptions > 0
+
+
+def test_the_next_turn_of_a_conversation_finds_the_last_one(tiny_llm, rescheduled):
+    scheduler = rescheduled(tiny_llm)
+    [prompt] = prompts_of(tiny_llm.engine.vocab_size, 1, 0, 30)
+    [answer] = generate(tiny_llm, [prompt], 20)
+    before = scheduler.stats().num_prefix_hit_tokens
+    generate(tiny_llm, [[*prompt, *answer, 5, 6]], 4)
+    assert scheduler.stats().num_prefix_hit_tokens - before == 48
+
+
+def test_a_step_that_raised_leaves_nothing_to_be_found(tiny_llm, rescheduled, monkeypatch):
+    scheduler = rescheduled(tiny_llm)
+    prompts = prompts_of(tiny_llm.engine.vocab_size, 2, 40, 9)
+    launch, calls = tiny_llm.engine.runner.launch, []
+
+    def fail_at_the_third(batch):
+        calls.append(batch)
+        if len(calls) == 3:
+            raise RuntimeError("the device is gone")
+        return launch(batch)
+
+    monkeypatch.setattr(tiny_llm.engine.runner, "launch", fail_at_the_third)
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        tiny_llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    scheduler.check_integrity()
+    stats = scheduler.stats()
+    assert stats.num_cached_pages == stats.num_used_pages == 0
+
+
+def test_a_timeout_gives_what_there_is(tiny_llm):
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    engine = tiny_llm.engine
+    engine.add_request("late", [5, 6, 7], params, timeout_s=0.02)
+    outputs = []
+    while engine.has_unfinished_requests:
+        outputs += engine.step()
+        time.sleep(0.005)
+    [output] = outputs
+    assert output.outputs[0].finish_reason == "timeout"
+    assert 0 < len(output.outputs[0].token_ids) < 100
+
+
+def test_a_full_queue_is_an_error_of_its_own(tiny_llm, rescheduled):
+    rescheduled(tiny_llm, max_queued_requests=1)
+    engine = tiny_llm.engine
+    params = SamplingParams(max_tokens=1)
+    engine.add_request("a", [5], params)
+    with pytest.raises(OverloadedError, match="1 requests are queued; max_queued_requests is 1") as refusal:
+        engine.add_request("b", [5], params)
+    assert refusal.value.retry_after_s is None
+    while engine.has_unfinished_requests:
+        engine.step()
