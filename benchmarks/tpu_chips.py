@@ -2,9 +2,9 @@
 
     python benchmarks/tpu_chips.py
 
-A device of v5e, v6e and v7x is one core (a v7x chip is two devices). A device of v5p is two cores, of which a Pallas
-kernel uses one unless its grid says otherwise; the figures are a core's. Bandwidth and FLOP/s are the published ones
-(v5p: https://cloud.google.com/tpu/docs/v5p, and so on), divided by the cores.
+A device of v5e, v6e and v7x is one core (a v7x chip is two devices). A device of v5p is two cores that share its
+memory, of which a Pallas kernel uses one unless its grid says otherwise; the figures are a core's. Bandwidth and FLOP/s
+are the published ones (v5p: https://cloud.google.com/tpu/docs/v5p, and so on), divided by the cores.
 
 The clock is not published. The matrix unit gives it: peak FLOP/s = units x FLOP of one `vmatmul` / cycles of one
 `vmatmul` x clock. A `vmatmul` of bfloat16 has 16 rows. OpenXLA's XProf counts 8 cycles for it on v6e and v7x, and
@@ -38,6 +38,7 @@ class Chip:
       vmem_bytes: all of VMEM.
       num_mxus, mxu_size: matrix units and their side.
       rows_per_cycle: rows of bfloat16 (or float32, of which a `vmatmul` has half as many) that a matrix unit takes.
+      cores: of a device.
     """
 
     clock_hz: float
@@ -47,13 +48,14 @@ class Chip:
     num_mxus: int
     mxu_size: int
     rows_per_cycle: int
+    cores: int = 1
 
-    def matrix_roof(self, head_dim: int) -> float:
-        """The part of the peak that attention can reach: heads fill so much of the matrix unit's side, and no more.
+    def filled(self, size: int) -> float:
+        """The part of the matrix unit's rows, or columns, that `size` of them fill.
 
         A product over 128 of 256 rows of the unit, or into 128 of its 256 columns, takes as many cycles as a whole one.
         """
-        return head_dim / (-(-head_dim // self.mxu_size) * self.mxu_size)
+        return size / (-(-size // self.mxu_size) * self.mxu_size)
 
     def matrix_cycles(self, opcodes: Counter[str]) -> float:
         """Cycles for which the `vmatmul`s among instructions occupy the matrix units, if spread evenly over them."""
@@ -67,7 +69,7 @@ class Chip:
 
 CHIPS = {
     "v5e": Chip(1.5e9, 819e9, 197e12, 128 << 20, 4, 128, 1),
-    "v5p": Chip(1.75e9, 2765e9 / 2, 459e12 / 2, 64 << 20, 4, 128, 1),
+    "v5p": Chip(1.75e9, 2765e9 / 2, 459e12 / 2, 64 << 20, 4, 128, 1, 2),
     "v6e": Chip(1.75e9, 1640e9, 918e12, 128 << 20, 2, 256, 2),
     "v7x": Chip(1.9e9, 7370e9 / 2, 2307e12 / 2, 64 << 20, 2, 256, 2),
 }

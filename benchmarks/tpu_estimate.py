@@ -41,6 +41,8 @@ class Estimate:
       parts: all of the kernel. A branch without products counts whole in each trip of its loop.
       hbm_bytes, least_bytes: what crosses HBM, and what must.
       num_fetches: the blocks of KV that are fetched one after the other.
+      num_cores: the cores of a device that share the work.
+      matrix_roof: the part of the published peak that the kernel can reach with such heads on so many cores.
       vmem_bytes: of the kernel.
       around_cycles: XLA's own estimate of the operations before and after the kernel, in cycles.
     """
@@ -53,12 +55,18 @@ class Estimate:
     hbm_bytes: float
     least_bytes: int
     num_fetches: int
+    num_cores: int
+    matrix_roof: float
     vmem_bytes: int
     around_cycles: int
 
     @property
     def _chip(self) -> Chip:
         return CHIPS[self.chip]
+
+    @property
+    def is_decode(self) -> bool:
+        return self.workload.q_len == 1
 
     @property
     def cycles(self) -> float:
@@ -77,16 +85,22 @@ class Estimate:
 
     @property
     def compute_s(self) -> float:
-        return self.cycles / self._chip.clock_hz
+        num_seqs = self.workload.num_seqs  # Each is one core's.
+        return self.cycles / self._chip.clock_hz * -(-num_seqs // self.num_cores) / num_seqs
 
     @property
     def memory_s(self) -> float:
-        return self.hbm_bytes / self._chip.bytes_per_s
+        return self.hbm_bytes / self._device_bytes_per_s
+
+    @property
+    def _device_bytes_per_s(self) -> float:
+        return self._chip.bytes_per_s * self._chip.cores
 
     @property
     def time_s(self) -> float:
         """Of the kernel: a pipeline of equal blocks, of which the first fetch and the last compute stand alone."""
-        return max(self.memory_s, self.compute_s) + min(self.memory_s, self.compute_s) / self.num_fetches
+        shorter, longer = sorted([self.memory_s, self.compute_s])
+        return longer + shorter * self.num_cores / self.num_fetches
 
     @property
     def around_s(self) -> float:
@@ -95,17 +109,17 @@ class Estimate:
     @property
     def memory_bound_s(self) -> float:
         """The least bytes at the published bandwidth."""
-        return self.least_bytes / self._chip.bytes_per_s
+        return self.least_bytes / self._device_bytes_per_s
 
     @property
     def matrix_bound_s(self) -> float:
         """The least FLOP at the published peak."""
-        return self.workload.flops / self._chip.flops_per_s
+        return self.workload.flops / (self._chip.flops_per_s * self._chip.cores)
 
     @property
-    def matrix_roof(self) -> float:
-        """The part of the peak that the head size allows."""
-        return self._chip.matrix_roof(self.workload.head_dim)
+    def matrix_busy(self) -> float:
+        """The part of all cycles in which the matrix units work, full or not."""
+        return sum(self._chip.matrix_cycles(p.code.opcodes) * p.trips for p in self.parts) / self.cycles
 
     @property
     def cycles_per_mib(self) -> float:
@@ -142,6 +156,8 @@ def estimate(
         hbm_bytes=counts.hbm_bytes,
         least_bytes=module.least_bytes(workload),
         num_fetches=module.num_fetches(workload, blocks),
+        num_cores=(num_cores := module.num_cores(CHIPS[chip], workload)),
+        matrix_roof=module.matrix_roof(CHIPS[chip], workload) * num_cores / CHIPS[chip].cores,
         vmem_bytes=kernel.vmem_bytes,
         around_cycles=program.around_cycles,
     )

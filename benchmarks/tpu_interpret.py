@@ -6,7 +6,7 @@ where a version of JAX has them no more.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,22 +58,39 @@ class Counts:
 
 def count(function: Callable, *arguments: Any) -> Counts:
     """Calls a function of arrays, which makes and calls one Pallas kernel, and counts what the kernel does."""
-    bodies: Counter[int] = Counter()
-    counts = Counts(Counter(), Counter(), Trips(1))
-    kernels: dict[int, Any] = {}
-    params = pltpu.InterpretParams(skip_floating_point_ops=True, uninitialized_memory="zero")
-    with _counting(bodies, counts, kernels), pltpu.force_tpu_interpret_mode(params):
-        jax.block_until_ready(jax.jit(lambda *args: function(*args))(*arguments))
-    if len(kernels) != 1:
-        raise ValueError(f"there are {len(kernels)} Pallas kernels in the call; expected one")
-    (kernel,) = kernels.values()
-    counts.root.loops += _loops(kernel, bodies)
-    counts.root.alternatives += _alternatives(kernel, bodies)
+    (counts,) = count_each(function, [arguments])
     return counts
 
 
+def count_each(function: Callable, calls: Sequence[Sequence[Any]]) -> list[Counts]:
+    """The same for several calls with arrays of the same shapes: the kernel is traced once."""
+    bodies: Counter[int] = Counter()
+    dma_bytes: Counter[tuple[str, str]] = Counter()
+    num_dmas: Counter[tuple[str, str]] = Counter()
+    kernels: dict[int, Any] = {}
+    found = []
+    params = pltpu.InterpretParams(skip_floating_point_ops=True, uninitialized_memory="zero")
+    with _counting(bodies, dma_bytes, num_dmas, kernels), pltpu.force_tpu_interpret_mode(params):
+        jitted = jax.jit(lambda *args: function(*args))
+        for arguments in calls:
+            for counter in (bodies, dma_bytes, num_dmas):
+                counter.clear()
+            jax.block_until_ready(jitted(*arguments))
+            if len(kernels) != 1:
+                raise ValueError(f"there are {len(kernels)} Pallas kernels in the call; expected one")
+            (kernel,) = kernels.values()
+            root = Trips(1, list(_loops(kernel, bodies)), list(_alternatives(kernel, bodies)))
+            found.append(Counts(dma_bytes.copy(), num_dmas.copy(), root))
+    return found
+
+
 @contextmanager
-def _counting(bodies: Counter[int], counts: Counts, kernels: dict[int, Any]) -> Iterator[None]:
+def _counting(
+    bodies: Counter[int],
+    dma_bytes: Counter[tuple[str, str]],
+    num_dmas: Counter[tuple[str, str]],
+    kernels: dict[int, Any],
+) -> Iterator[None]:
     interpret, write = interpreter._interpret_jaxpr, interpreter.DMA.execute_write
     names = {index: space.value for space, index in interpreter.TPU_MEMORY_SPACE_IDXS.items()}
     names = {index: "vmem" if name == "default" else name for index, name in names.items()}
@@ -100,8 +117,8 @@ def _counting(bodies: Counter[int], counts: Counts, kernels: dict[int, Any]) -> 
     def counted_write(dma: Any) -> None:
         if dma.state == interpreter.DmaState.READ:
             route = names[dma.src_memory_space], names[dma.dst_memory_space]
-            counts.dma_bytes[route] += dma.data_size
-            counts.num_dmas[route] += 1
+            dma_bytes[route] += dma.data_size
+            num_dmas[route] += 1
         write(dma)
 
     interpreter._interpret_jaxpr, interpreter.DMA.execute_write = counted_interpret, counted_write

@@ -8,6 +8,7 @@ from collections import Counter
 from functools import partial
 from typing import Any
 
+from tpu_chips import CHIPS, Chip
 from tpu_interpret import Counts, Trips
 from tpu_workload import Workload
 
@@ -35,7 +36,6 @@ def build(chip: str, workload: dict[str, Any], blocks: Blocks) -> tuple[Any, tup
     import jax
     import jax.numpy as jnp
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
-    from tpu_chips import CHIPS
 
     w = Workload(**workload)
     S, P = w.num_seqs, w.pages_per_seq
@@ -85,6 +85,16 @@ def num_fetches(workload: Workload, blocks: Blocks) -> int:
 def least_bytes(workload: Workload) -> int:
     """KV, queries and outputs once; it writes no KV."""
     return workload.kv_bytes + 2 * 2 * workload.num_tokens * workload.num_heads * workload.head_dim
+
+
+def num_cores(chip: Chip, workload: Workload) -> int:
+    """How many cores of a device work."""
+    return 1
+
+
+def matrix_roof(chip: Chip, workload: Workload) -> float:
+    """The part of the matrix unit that products of such heads can use: scores contract over a head, values are one."""
+    return chip.filled(workload.head_dim)
 
 
 def _num_heads_blocks(workload: Workload) -> int:

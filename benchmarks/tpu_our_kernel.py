@@ -1,23 +1,24 @@
 """Our own kernel, `jaxllm.pallas_kernels.ragged_paged_attention` with implementation "tpu", to be measured."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tpu_interpret import Counts, count
+from tpu_chips import Chip
+from tpu_interpret import Counts, count_each
 from tpu_workload import Workload
 
 from jaxllm.pallas_kernels.ragged_paged_attention import tpu, tpu_blocks
-from jaxllm.pallas_kernels.ragged_paged_attention.tpu_layout import Layout
+from jaxllm.pallas_kernels.ragged_paged_attention.tpu_layout import NUM_LANES, Layout, round_up
 
 NAME = "ours"
 FILE = __file__
 CACHE_BYTES = 1 << 30  # A smaller cache XLA may put into VMEM, where the kernel would not find it in service.
-COUNTED_SEQS = 16  # So many sequences are interpreted; all are alike.
+COUNTED_SEQS = 8  # So many sequences are interpreted; all are alike.
 Blocks = dict[str, int]
 
 
@@ -34,29 +35,42 @@ def layout_of(w: Workload) -> Layout:
 
 def block_choices(chip: str, workload: Workload) -> list[Blocks]:
     """What the kernel would take: its table, or its rule."""
-    return [asdict(tpu_blocks.choose(layout_of(workload)))]
+    return [asdict(tpu_blocks.choose(layout_of(workload), chip))]
 
 
 def build(chip: str, workload: dict[str, Any], blocks: Blocks) -> tuple[Any, tuple]:
     """The call and its arguments, for `tpu_compile`."""
     w = Workload(**workload)
-    num_pages = max(w.num_seqs * w.pages_per_seq + 1, CACHE_BYTES // (w.page_size * w.token_kv_bytes))
-    return jax.jit(_call(w, blocks), donate_argnums=3), _arguments(w, num_pages)
+    S, P = w.num_seqs, w.pages_per_seq
+    num_pages = max(S * P + 1, CACHE_BYTES // (w.page_size * w.token_kv_bytes))
+    return jax.jit(_call(w, blocks), donate_argnums=3), _arguments(w, S, w.num_tokens, P, num_pages)
 
 
 def counts(workload: Workload, blocks: Blocks) -> Counts:
     """What the kernel does for the workload, by running it in interpret mode."""
-    few = replace(workload, num_seqs=min(workload.num_seqs, COUNTED_SEQS))
-    S, P = few.num_seqs, few.pages_per_seq
-    arrays = [jnp.zeros(a.shape, a.dtype) for a in _arguments(few, S * P + 1)[:4]]
+    (found,) = counts_each([workload], blocks)
+    return found
+
+
+def counts_each(workloads: Sequence[Workload], blocks: Blocks) -> list[Counts]:
+    """The same for workloads of the same kind, heads and cache, traced once: quicker than one by one."""
+    few = [replace(w, num_seqs=min(w.num_seqs, COUNTED_SEQS)) for w in workloads]
+    S, T, P = (max(getattr(w, name) for w in few) for name in ("num_seqs", "num_tokens", "pages_per_seq"))
+    arrays = [jnp.zeros(a.shape, a.dtype) for a in _arguments(few[0], S, T, P, S * P + 1)[:4]]
     table = 1 + np.random.default_rng(0).permutation(S * P).astype(np.int32).reshape(S, P)
-    lengths = np.full(S, few.kv_len, np.int32), table, few.q_len * np.arange(S + 1, dtype=np.int32), np.int32([S])
-    found = count(_call(few, blocks), *arrays, *map(jnp.asarray, lengths))
-    factor = workload.num_seqs / few.num_seqs
-    found.root.loops = [loop.times(factor) for loop in found.root.loops]
-    for counter in (found.dma_bytes, found.num_dmas):
-        for route in counter:
-            counter[route] *= factor
+    calls = []
+    for w in few:
+        kv_lens_S = np.where(np.arange(S) < w.num_seqs, w.kv_len, 0)
+        cu_q_lens = w.q_len * np.minimum(np.arange(S + 1), w.num_seqs)
+        rows = kv_lens_S, table, cu_q_lens, np.array([w.num_seqs])
+        calls.append([*arrays, *(jnp.asarray(row, jnp.int32) for row in rows)])
+    found = count_each(_call(few[0], blocks), calls)
+    for workload, w, counts in zip(workloads, few, found, strict=True):
+        factor = workload.num_seqs / w.num_seqs
+        counts.root.loops = [loop.times(factor) for loop in counts.root.loops]
+        for counter in (counts.dma_bytes, counts.num_dmas):
+            for route in counter:
+                counter[route] *= factor
     return found
 
 
@@ -74,8 +88,24 @@ def least_bytes(workload: Workload) -> int:
     return workload.least_bytes
 
 
+def num_cores(chip: Chip, workload: Workload) -> int:
+    """How many cores of a device work: rows are dealt out to all."""
+    return min(chip.cores, workload.num_seqs)
+
+
+def matrix_roof(chip: Chip, workload: Workload) -> float:
+    """The part of the matrix unit that products of such heads can use.
+
+    Scores contract over a tile's lanes. Values contract over keys and have queries as columns, as many as fill the
+    unit; of a tile's lanes, which are rows there, those of the other head, or of padding, are for nothing.
+    """
+    lanes = round_up(workload.head_dim, NUM_LANES)
+    scores, values = chip.filled(lanes) * workload.head_dim / lanes, workload.head_dim / lanes
+    return 2 / (1 / scores + 1 / values)
+
+
 def _call(w: Workload, blocks: Blocks) -> Any:
-    attend = partial(
+    return partial(
         tpu.ragged_paged_attention,
         sm_scale=w.head_dim**-0.5,
         sliding_window=None,
@@ -84,22 +114,16 @@ def _call(w: Workload, blocks: Blocks) -> Any:
         k_scale_K=None,
         v_scale_K=None,
         decode_only=w.q_len == 1,
+        blocks=tpu_blocks.Blocks(**blocks),
     )
 
-    def call(*arrays: jax.Array) -> Any:
-        with patch.object(tpu_blocks, "choose", return_value=tpu_blocks.Blocks(**blocks)):
-            return attend(*arrays)
 
-    return call
-
-
-def _arguments(w: Workload, num_pages: int) -> tuple:
-    S, P = w.num_seqs, w.pages_per_seq
+def _arguments(w: Workload, S: int, T: int, P: int, num_pages: int) -> tuple:
     shape = jax.ShapeDtypeStruct
     kv_dtype = jnp.dtype(w.kv_dtype)
-    new = shape((w.num_tokens, w.num_kv_heads, w.head_dim), jnp.bfloat16)
+    new = shape((T, w.num_kv_heads, w.head_dim), jnp.bfloat16)
     return (
-        shape((w.num_tokens, w.num_heads, w.head_dim), jnp.bfloat16),
+        shape((T, w.num_heads, w.head_dim), jnp.bfloat16),
         new,
         new,
         shape(tpu.kv_cache_shape(num_pages, w.page_size, w.num_kv_heads, w.head_dim, kv_dtype), kv_dtype),

@@ -12,6 +12,8 @@ Each kernel is compiled by libtpu for each chip, JAX's own with several block si
   compute, memory  cycles of all loops at the core's clock; those bytes at its bandwidth
   time             the longer of them, and the first fetch or the last block of compute, which nothing hides
   bound            the least bytes at the published bandwidth; the least FLOP at the published peak
+  roof, busy       the part of the peak that the kernel's products of such heads can reach, since they fill the matrix
+                   unit in part; the part of all cycles in which the matrix units work, full or not
   around           what XLA itself estimates for the operations before and after the kernel, not in time
 
 docs/kernels.md says what this covers and what it cannot know. The machine code does not depend on the machine that
@@ -112,18 +114,18 @@ def print_tables(workload: Workload, estimates: Sequence[Estimate]) -> None:
             f"{e.chip:6}{e.kernel:6}{code.num_bundles:10,}{rate:9,.0f}{units}{f'{stores:,}/{loads:,}':>15}"
             f"{e.vmem_bytes / 2**20:6.1f} MiB"
         )
-    print(f"\n{'':12}{'DMA':>6}{'compute':>10}{'memory':>10}{'time':>10}{'bound':>10}{'':26}{'around':>11}  blocks")
+    print(f"\n{'':12}{'DMA':>6}{'compute':>10}{'memory':>10}{'time':>10}{'bound':>10}{'':37}{'around':>11}  blocks")
     for e in estimates:
         bound_s = e.memory_bound_s if is_decode else e.matrix_bound_s
         if is_decode:
             verdict = f"time = {e.time_s / bound_s:.2f} x bound"
         else:
-            verdict = f"{bound_s / e.time_s:.0%} of peak, roof {e.matrix_roof:.0%}"
+            verdict = f"{bound_s / e.time_s:.0%} of peak, roof {e.matrix_roof:.0%}, busy {e.matrix_busy:.0%}"
         seconds = (e.compute_s, e.memory_s, e.time_s, bound_s)
         print(
             f"{e.chip:6}{e.kernel:6}{e.hbm_bytes / e.least_bytes:5.2f}x"
             + "".join(f"{1e6 * s:7,.0f} us" for s in seconds)
-            + f"{verdict:>26}{1e6 * e.around_s:8,.0f} us  "
+            + f"{verdict:>37}{1e6 * e.around_s:8,.0f} us  "
             + ", ".join(f"{name} {size}" for name, size in e.blocks.items())
         )
 
@@ -168,6 +170,8 @@ def figures(e: Estimate) -> dict[str, object]:
         "memory_bound_s": e.memory_bound_s,
         "matrix_bound_s": e.matrix_bound_s,
         "matrix_roof": e.matrix_roof,
+        "matrix_busy": e.matrix_busy,
+        "num_cores": e.num_cores,
         "around_s": e.around_s,
     }
 

@@ -10,23 +10,19 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxllm.pallas_kernels.ragged_paged_attention import tpu_blocks, tpu_chip
 from jaxllm.pallas_kernels.ragged_paged_attention.pages import to_cache_dtype
-from jaxllm.pallas_kernels.ragged_paged_attention.tpu_blocks import Blocks
-from jaxllm.pallas_kernels.ragged_paged_attention.tpu_chunks import Chunks, ChunkScratch
-from jaxllm.pallas_kernels.ragged_paged_attention.tpu_decode import Decode, DecodeScratch
+from jaxllm.pallas_kernels.ragged_paged_attention.tpu_chunks import Chunks
+from jaxllm.pallas_kernels.ragged_paged_attention.tpu_decode import Decode
 from jaxllm.pallas_kernels.ragged_paged_attention.tpu_layout import NUM_LANES, NUM_SUBLANES, Layout, round_up
 from jaxllm.pallas_kernels.ragged_paged_attention.tpu_pages import (
     LOG2_E,
     Attention,
     KVBlocks,
-    KVScratch,
     PageTable,
     Ref,
     RowList,
     zero_tokens,
 )
-
-ZEROED_TOKENS = 16  # Tokens of padding that one copy sets to zero.
-
+from jaxllm.pallas_kernels.ragged_paged_attention.tpu_scratch import Blocks, Scratch, scratch_shapes
 
 PAGE_SIZES = (16, 32, 64, 128, 256)
 MAX_HEAD_DIM = 256
@@ -132,7 +128,7 @@ def ragged_paged_attention(
     layout = _layout(q_TNH, k_TKH, kv_pages)
     attention = Attention(sm_scale=sm_scale, sliding_window=sliding_window, soft_cap=soft_cap)
     if blocks is None:
-        blocks = tpu_blocks.choose(layout)
+        blocks = tpu_blocks.choose(layout, tpu_chip.name())
 
     q_TNH = attention.scale(q_TNH, None if k_scale_K is None else jnp.repeat(k_scale_K, N // K))
     tiles = layout.tiles(
@@ -204,30 +200,6 @@ class Arrays(NamedTuple):
     decode_sinks: Any  # float32 [tile heads, rows, 128], or None
     chunk_sinks: Any  # float32 [tile heads, 1, rows], or None
     pages: Any  # [pages, tiles, page_size, lanes]
-
-
-class Scratch(NamedTuple):
-    zeros: Any  # [ZEROED_TOKENS, q_rows, lanes]
-    zeros_sem: Any
-    table: Any  # SMEM int32 [PageTable.SLOTS, P / 128, 128]
-    table_sems: Any
-    decode_kv: KVScratch
-    decode: DecodeScratch
-    chunk_kv: KVScratch | None
-    chunk: ChunkScratch | None
-
-
-def _scratch(layout: Layout, blocks: Blocks, table_rows: int, decode_only: bool) -> Scratch:
-    return Scratch(
-        zeros=pltpu.VMEM((ZEROED_TOKENS, layout.q_rows, layout.lanes), layout.io_dtype),
-        zeros_sem=pltpu.SemaphoreType.DMA,
-        table=pltpu.SMEM((PageTable.SLOTS, table_rows, NUM_LANES), jnp.int32),
-        table_sems=pltpu.SemaphoreType.DMA((PageTable.SLOTS,)),
-        decode_kv=KVScratch.shapes(layout, blocks.decode_fetch),
-        decode=DecodeScratch.shapes(layout),
-        chunk_kv=None if decode_only else KVScratch.shapes(layout, blocks.chunk_fetch),
-        chunk=None if decode_only else ChunkScratch.shapes(layout, blocks.chunk_queries, blocks.chunk_tokens),
-    )
 
 
 def _call(layout: Layout, attention: Attention, blocks: Blocks, rows: Rows, arrays: Arrays) -> tuple[Array, Array]:
@@ -302,12 +274,12 @@ def _call(layout: Layout, attention: Attention, blocks: Blocks, rows: Rows, arra
             grid=(num_cores,),
             in_specs=[in_specs],
             out_specs=(in_hbm, in_hbm),
-            scratch_shapes=[_scratch(layout, blocks, arrays.table.shape[1], decode_only)],
+            scratch_shapes=[scratch_shapes(layout, blocks, arrays.table.shape[1], decode_only=decode_only)],
         ),
         input_output_aliases={num_operands - 1: 1},  # The pages are the last operand.
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=(pltpu.PARALLEL,),
-            vmem_limit_bytes=64 << 20,
+            vmem_limit_bytes=tpu_blocks.needed_bytes(layout, blocks, decode_only=decode_only),
             disable_bounds_checks=True,
             fuse_transposed_lhs_in_matmul=True,
         ),

@@ -7,49 +7,33 @@ import dataclasses
 import functools
 import json
 from collections.abc import Iterator
-from math import prod
 from pathlib import Path
-from typing import Any
-
-import jax.numpy as jnp
-from jax.experimental.pallas import tpu as pltpu
 
 from jaxllm.pallas_kernels.ragged_paged_attention import tpu_chip
-from jaxllm.pallas_kernels.ragged_paged_attention.tpu_chunks import ChunkScratch
-from jaxllm.pallas_kernels.ragged_paged_attention.tpu_decode import DecodeScratch
 from jaxllm.pallas_kernels.ragged_paged_attention.tpu_layout import NUM_LANES, NUM_SUBLANES, Layout, round_up
-from jaxllm.pallas_kernels.ragged_paged_attention.tpu_pages import KVBlocks, PageTable
+from jaxllm.pallas_kernels.ragged_paged_attention.tpu_scratch import Blocks, vmem_bytes
 
 TABLE = Path(__file__).with_name("tpu_block_sizes.json")
 
-DECODE_FETCH_BYTES = {"v7x": 4 << 20}
-DECODE_FETCH_BYTES_ELSEWHERE = 2 << 20
-CHUNK_FETCH_BYTES = 4 << 20
-CHUNK_FETCH_TOKENS = 1024
-# Scores of all heads against one product's tokens, in decode, should stay in registers, of which there are 64.
+# Decode waits for the memory. One fetch is under way while the one before is attended to, so it should last longer than
+# a DMA's latency, of about a microsecond. Of few heads that is thousands of tokens; a row that has fewer is one fetch
+# of what it has, and a smaller fetch would not bring it sooner.
+DECODE_FETCH_BYTES = 2 << 20
+V7X_DECODE_FETCH_BYTES = 4 << 20  # Its memory is more than twice as fast as any other's.
+# The scores of all heads against one product's tokens stay in registers, of which there are 64. The last product of a
+# row is masked and takes all its tokens, however few the row has there: hence a limit where heads are few.
 SCORE_REGISTERS = 16
-MAX_DECODE_TOKENS = 1024
-CHUNK_ROWS = 512  # Of a tile of queries, about, in each tile head.
+MAX_DECODE_TOKENS = 256
+# Chunks wait for the matrix unit; their fetches are large enough to be few.
+CHUNK_FETCH_BYTES = 2 << 20
+CHUNK_FETCH_TOKENS = 1024
 CHUNK_TOKENS = 256
-ZEROED_TOKENS = 16  # Tokens of padding that one copy sets to zero.
-# The compiler's own: registers that it spills.
+ONE_HEAD_CHUNK_TOKENS = 128  # The items of several heads hide each other's latency; of one, they should be many.
+CHUNK_ROWS = 512  # Of a tile of queries in a tile head, at most.
+# For the registers that the compiler spills. With libtpu 0.0.52 they were up to 1.4 MiB in decode, and up to the bytes
+# of 9 tiles of scores in chunks (both v7x, float32, 16/1 heads of 256, pages of 256).
 SPILL_BYTES = 2 << 20
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Blocks:
-    """All in tokens, and powers of two.
-
-    decode_fetch, chunk_fetch: KV that one fetch brings, of which three are in VMEM: whole pages.
-    decode_tokens, chunk_tokens: KV of one product, at most what a fetch brings; at least 128.
-    chunk_queries: queries of a tile; with all rows of a tile head, a multiple of 128.
-    """
-
-    decode_fetch: int
-    decode_tokens: int
-    chunk_fetch: int
-    chunk_tokens: int
-    chunk_queries: int
+SPILLED_TILES = 16
 
 
 def choose(layout: Layout, chip: str | None) -> Blocks:
@@ -62,7 +46,8 @@ def choose(layout: Layout, chip: str | None) -> Blocks:
       ValueError: the smallest blocks do not fit into the chip's VMEM.
     """
     row = table().get(chip or "", {}).get(key(layout))
-    return rule(layout, chip) if row is None else row
+    # Queries of float32, of which the table does not know, need more than those of bfloat16.
+    return rule(layout, chip) if row is None or not fits(layout, row, chip) else row
 
 
 @functools.cache
@@ -84,43 +69,68 @@ def rule(layout: Layout, chip: str | None) -> Blocks:
     """Sizes that suit all chips and shapes, smaller where they would take more than half of the VMEM."""
     page, capacity = layout.page_size, tpu_chip.vmem_bytes(chip)
     registers = layout.num_tile_heads * (round_up(layout.rows_per_token, NUM_SUBLANES) // NUM_SUBLANES)
-    decode_tokens = _power_of_two(SCORE_REGISTERS // registers) * NUM_LANES
-    decode_tokens = min(decode_tokens, MAX_DECODE_TOKENS)
-    decode_fetch = _power_of_two(DECODE_FETCH_BYTES.get(chip or "", DECODE_FETCH_BYTES_ELSEWHERE) // layout.token_bytes)
+    decode_tokens = min(_power_of_two(SCORE_REGISTERS // registers) * NUM_LANES, MAX_DECODE_TOKENS)
+    fetch_bytes = V7X_DECODE_FETCH_BYTES if chip == "v7x" else DECODE_FETCH_BYTES
+    decode_fetch = _power_of_two(fetch_bytes // layout.token_bytes)
+    chunk_tokens = ONE_HEAD_CHUNK_TOKENS if layout.num_tile_heads == 1 else CHUNK_TOKENS
     chunk_fetch = min(_power_of_two(CHUNK_FETCH_BYTES // layout.token_bytes), CHUNK_FETCH_TOKENS)
     blocks = Blocks(
         decode_fetch=max(decode_fetch, decode_tokens, page),
         decode_tokens=decode_tokens,
-        chunk_fetch=max(chunk_fetch, CHUNK_TOKENS, page),
-        chunk_tokens=CHUNK_TOKENS,
+        chunk_fetch=max(chunk_fetch, chunk_tokens, page),
+        chunk_tokens=chunk_tokens,
         chunk_queries=max(_power_of_two(CHUNK_ROWS // layout.rows_per_token), _least_queries(layout)),
     )
     while vmem_bytes(layout, blocks) > capacity // 2:
-        smaller = min(_halved(layout, blocks), key=lambda b: vmem_bytes(layout, b), default=None)
+        # Decode's fetches last, since the memory is what decode waits for.
+        smaller = min(
+            _halved(layout, blocks),
+            key=lambda b: (b.decode_fetch < blocks.decode_fetch, vmem_bytes(layout, b)),
+            default=None,
+        )
         if smaller is None:
             break
         blocks = smaller
-    if vmem_bytes(layout, blocks) + SPILL_BYTES > capacity:
+    if not fits(layout, blocks, chip):
         raise ValueError(
             f"attention with {layout.num_heads}/{layout.num_kv_heads} heads of {layout.head_dim}, a cache of "
-            f"{layout.kv_dtype} and pages of {page} tokens needs {_mib(vmem_bytes(layout, blocks) + SPILL_BYTES)} of VMEM; "
-            f"{chip or 'the simulated chip'} has {_mib(capacity)}: take smaller pages, or more devices to split heads over"
+            f"{layout.kv_dtype} and pages of {page} tokens needs "
+            f"{needed_bytes(layout, blocks) / 2**20:.1f} MiB of VMEM; {chip or 'a simulated chip'} has "
+            f"{capacity >> 20} MiB: take smaller pages, or more devices to split the heads over"
         )
     return blocks
 
 
+def is_valid(layout: Layout, blocks: Blocks, chip: str | None) -> bool:
+    """Whether the kernel can take these sizes: see `Blocks`."""
+    sizes = dataclasses.asdict(blocks)
+    return all(
+        size == _power_of_two(size) and size >= least
+        for size, least in zip(sizes.values(), _least(layout, blocks).values(), strict=True)
+    ) and fits(layout, blocks, chip)
+
+
+def fits(layout: Layout, blocks: Blocks, chip: str | None) -> bool:
+    return needed_bytes(layout, blocks) <= tpu_chip.vmem_bytes(chip)
+
+
 def _halved(layout: Layout, blocks: Blocks) -> Iterator[Blocks]:
     """Blocks with one size halved, for each that can be."""
-    least = {
+    least = _least(layout, blocks)
+    for name, size in dataclasses.asdict(blocks).items():
+        if size // 2 >= least[name]:
+            yield dataclasses.replace(blocks, **{name: size // 2})
+
+
+def _least(layout: Layout, blocks: Blocks) -> dict[str, int]:
+    """What each size is at least, the others given."""
+    return {
         "decode_fetch": max(blocks.decode_tokens, layout.page_size),
         "decode_tokens": NUM_LANES,
         "chunk_fetch": max(blocks.chunk_tokens, layout.page_size),
         "chunk_tokens": NUM_LANES,
         "chunk_queries": _least_queries(layout),
     }
-    for name, size in dataclasses.asdict(blocks).items():
-        if size // 2 >= least[name]:
-            yield dataclasses.replace(blocks, **{name: size // 2})
 
 
 def _least_queries(layout: Layout) -> int:
@@ -129,45 +139,13 @@ def _least_queries(layout: Layout) -> int:
     return max(NUM_LANES // (rows & -rows), 1)
 
 
-def scratch(layout: Layout, blocks: Blocks, table_rows: int, decode_only: bool) -> list:
-    """What the kernel has in VMEM and SMEM, in the order in which its body takes it."""
-    shapes = [
-        pltpu.VMEM((ZEROED_TOKENS, layout.q_rows, layout.lanes), layout.io_dtype),
-        pltpu.SemaphoreType.DMA,
-        pltpu.SMEM((PageTable.SLOTS, table_rows, NUM_LANES), jnp.int32),
-        pltpu.SemaphoreType.DMA((PageTable.SLOTS,)),
-        *KVBlocks.scratch(layout, blocks.decode_fetch),
-        *DecodeScratch.shapes(layout),
-    ]
-    if not decode_only:
-        shapes += KVBlocks.scratch(layout, blocks.chunk_fetch)
-        shapes += ChunkScratch.shapes(layout, blocks.chunk_queries, blocks.chunk_tokens)
-    return shapes
-
-
-def vmem_bytes(layout: Layout, blocks: Blocks, decode_only: bool = False) -> int:
-    """Of the kernel's scratch."""
-    shapes = scratch(layout, blocks, 1, decode_only)
-    return sum(_padded_bytes(s) for s in shapes if getattr(s, "memory_space", None) == pltpu.VMEM)
-
-
-def vmem_limit_bytes(layout: Layout, blocks: Blocks, decode_only: bool, chip: str | None) -> int:
-    """What the compiler may take for the kernel."""
-    return min(vmem_bytes(layout, blocks, decode_only) + SPILL_BYTES, tpu_chip.vmem_bytes(chip))
-
-
-def _padded_bytes(ref: Any) -> int:
-    """Of a buffer in VMEM, whose last two dimensions are in tiles of up to 8 x 128 words."""
-    *leading, rows, lanes = ref.shape
-    itemsize = jnp.dtype(ref.dtype).itemsize
-    tile_rows = min(max(4 // itemsize, 1 << (rows - 1).bit_length()), NUM_SUBLANES)
-    return prod(leading) * round_up(rows, tile_rows) * round_up(lanes, NUM_LANES) * itemsize
+def needed_bytes(layout: Layout, blocks: Blocks, *, decode_only: bool = False) -> int:
+    """VMEM that the compiler may take for the kernel: the scratch, and room for what it spills."""
+    tile_bytes = 4 * blocks.chunk_tokens * blocks.chunk_queries * layout.rows_per_token
+    spill_bytes = SPILL_BYTES + (0 if decode_only else SPILLED_TILES * tile_bytes)
+    return vmem_bytes(layout, blocks, decode_only=decode_only) + spill_bytes
 
 
 def _power_of_two(x: int) -> int:
     """The largest power of two that is not above x, at least 1."""
     return 1 << max(0, x.bit_length() - 1)
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.1f} MiB"

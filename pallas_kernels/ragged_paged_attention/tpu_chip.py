@@ -17,7 +17,7 @@ def this_chip() -> pltpu.TpuInfo | None:
 def name() -> str | None:
     """As in `tpu_target.CHIPS` for those that we compile for: "v5e"; None where there is no TPU."""
     chip = this_chip()
-    return None if chip is None else f"v{chip.chip_version.value.removeprefix('v')}"
+    return None if chip is None else f"v{str(chip.chip_version).removeprefix('v')}"
 
 
 def num_cores() -> int:

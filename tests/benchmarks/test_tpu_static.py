@@ -1,20 +1,24 @@
 """What the static measure says of a kernel is checked against kernels whose loops and bytes are known."""
 
 import re
+from dataclasses import fields, replace
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
+import tpu_jax_kernel
+import tpu_our_kernel
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from tpu_bundles import Region, read_kernels
-from tpu_chips import CHIPS
+from tpu_chips import CHIPS, Chip
 from tpu_compile import LIBTPU, Case, Program, compile_cases, describe
 from tpu_estimate import estimate
-from tpu_interpret import Trips, count
+from tpu_interpret import Trips, count, count_each
 from tpu_workload import Workload
 
+from jaxllm.pallas_kernels.ragged_paged_attention.tpu_blocks import Blocks
 from jaxllm.pallas_kernels.tpu_target import tpu_mesh
 
 BLOCK = 128
@@ -196,6 +200,14 @@ class Module:
     def num_fetches(workload: Workload, blocks: dict[str, int]) -> int:
         return 10
 
+    @staticmethod
+    def num_cores(chip: Chip, workload: Workload) -> int:
+        return chip.cores
+
+    @staticmethod
+    def matrix_roof(chip: Chip, workload: Workload) -> float:
+        return 0.75
+
 
 WORKLOAD = Workload(
     num_seqs=2, q_len=4, kv_len=10, num_heads=4, num_kv_heads=2, head_dim=128, kv_dtype="bfloat16", page_size=16
@@ -251,6 +263,57 @@ def test_figures_of_chips_are_those_that_pallas_has(name: str):
     assert peak == pytest.approx(chip.flops_per_s, rel=0.15 if name == "v7x" else 0.01)
 
 
-def test_heads_smaller_than_the_matrix_unit_lower_the_roof():
-    assert [CHIPS["v6e"].matrix_roof(size) for size in (64, 128, 256)] == [0.25, 0.5, 1]
-    assert CHIPS["v5e"].matrix_roof(128) == 1
+@pytest.mark.parametrize(
+    ("chip", "head_dim", "ours", "jax_s"),
+    [
+        ("v6e", 128, 2 / 3, 1 / 2),  # Scores fill half of the unit; ours has values whole.
+        ("v6e", 256, 1, 1),
+        ("v6e", 64, 1 / 3, 1 / 4),  # Half of that for the other head of the tile.
+        ("v5e", 128, 1, 1),
+        ("v5e", 64, 1 / 2, 1 / 2),
+    ],
+)
+def test_heads_smaller_than_the_matrix_unit_lower_the_roof(chip: str, head_dim: int, ours: float, jax_s: float):
+    workload = replace(WORKLOAD, head_dim=head_dim)
+    assert tpu_our_kernel.matrix_roof(CHIPS[chip], workload) == pytest.approx(ours)
+    assert tpu_jax_kernel.matrix_roof(CHIPS[chip], workload) == jax_s
+
+
+def test_two_cores_share_rows_and_memory(programs: list[Program]):
+    call, (_, x) = build("v6e", num_blocks=5)
+    counts = count(call, jnp.array([2, 5], jnp.int32), jnp.zeros(x.shape, x.dtype))
+    one, two, alone = (
+        estimate(chip, Module, programs[0], workload, {}, counts)  # type: ignore[arg-type]
+        for chip, workload in (("v6e", WORKLOAD), ("v5p", WORKLOAD), ("v5p", replace(WORKLOAD, num_seqs=1)))
+    )
+    assert (one.num_cores, two.num_cores) == (1, 2)
+    assert two.compute_s == pytest.approx(two.cycles / 1.75e9 / 2)
+    assert alone.compute_s == pytest.approx(alone.cycles / 1.75e9)
+    assert two.memory_s == pytest.approx(counts.hbm_bytes / 2765e9)
+
+
+def test_the_matrix_units_are_busy_for_a_part_of_the_cycles(programs: list[Program]):
+    call, (_, x) = build("v6e", num_blocks=5)
+    counts = count(call, jnp.array([2, 5], jnp.int32), jnp.zeros(x.shape, x.dtype))
+    found = estimate("v6e", Module, programs[0], WORKLOAD, {}, counts)  # type: ignore[arg-type]
+    cycles = BLOCK**3 / (2 * 2 * 256**2) / CHIPS["v6e"].filled(BLOCK)  # Two units take two rows each.
+    assert found.matrix_busy == pytest.approx(10 * cycles / found.cycles)
+    assert found.matrix_roof == 0.75
+
+
+def test_several_calls_are_counted_apart():
+    call, (_, x) = build("v6e", num_blocks=5)
+    x = jnp.zeros(x.shape, x.dtype)
+    calls = [[jnp.array(rounds, jnp.int32), x] for rounds in ([2, 5], [1, 3])]
+    found = count_each(call, calls)
+    assert found == [count(call, *arguments) for arguments in calls]
+    assert found[1].root == Trips(1, [Trips(1, [Trips(3, alternatives=[1, 2])])])
+    assert found[1].num_dmas == {("hbm", "vmem"): 3}
+
+
+def test_workloads_counted_together_are_as_alone():
+    heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 128, "kv_dtype": "bfloat16", "page_size": 64}
+    blocks = {field.name: 128 for field in fields(Blocks)}
+    workloads = [Workload(num_seqs=s, q_len=q, kv_len=q, **heads) for s, q in ((1, 256), (2, 128))]
+    together = tpu_our_kernel.counts_each(workloads, blocks)
+    assert together == [tpu_our_kernel.counts(workload, blocks) for workload in workloads]

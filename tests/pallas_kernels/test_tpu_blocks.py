@@ -65,9 +65,9 @@ def test_many_heads_fit(chip, heads):
 
 
 def test_what_cannot_fit_is_refused_by_name():
-    layout = layout_of(MHA["MHA 40"], kv_dtype="float32", page_size=256)
+    layout = layout_of(MHA["MHA 40"], kv_dtype="float32")
     with pytest.raises(
-        ValueError, match=r"40/40 heads of 128.* float32 and pages of 256 .* v7x has 64 MiB: take smaller"
+        ValueError, match=r"40/40 heads of 128.* float32 and pages of 64 .* v7x has 64 MiB: take smaller"
     ):
         tpu_blocks.choose(layout, "v7x")
     assert_sound(layout, tpu_blocks.choose(layout, "v6e"), "v6e")
