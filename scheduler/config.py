@@ -95,11 +95,30 @@ class SchedulerConfig:
             value = getattr(self, name)
             if value is not None and not value >= minimum:
                 raise SchedulerConfigError(f"{name} is {value:,}; it must be at least {minimum}")
+        if self.max_wait_ms == float("inf"):
+            raise SchedulerConfigError("max_wait_ms is inf; it must be finite, or a request might wait for ever")
         for name in ("tpot_target_ms", "ttft_target_ms"):
             if (value := getattr(self, name)) is not None and not value > 0:
                 raise SchedulerConfigError(f"{name} is {value:,}; it must be above 0, or None for no target")
         if self.policy not in POLICIES:
             raise SchedulerConfigError(f"policy is {self.policy!r}; it must be one of {', '.join(POLICIES)}")
+        if self.ttft_target_ms is not None and self.tpot_target_ms is None:
+            raise SchedulerConfigError(
+                f"ttft_target_ms is {self.ttft_target_ms} and tpot_target_ms is None: prompts are read at full speed "
+                "in any case. Set tpot_target_ms, or leave ttft_target_ms at None."
+            )
+        if self.prefix_window > 1 and not self.enable_prefix_caching:
+            raise SchedulerConfigError(
+                f"prefix_window is {self.prefix_window} and enable_prefix_caching is False: there is nothing to find. "
+                "Leave prefix_window at 1, or enable prefix caching."
+            )
+        if self.policy != "fair":
+            for name, tenant in (("default_tenant", self.default_tenant), *self.tenants.items()):
+                if tenant.weight != 1.0:
+                    raise SchedulerConfigError(
+                        f"the weight of tenant {name!r} is {tenant.weight}, and the policy is {self.policy!r}, which "
+                        "knows none. Leave the weight at 1, or set the policy 'fair'."
+                    )
         if self.min_batch > 1 and self.max_wait_ms == 0:
             raise SchedulerConfigError(
                 f"min_batch is {self.min_batch} and max_wait_ms is 0: no request waits for others. "

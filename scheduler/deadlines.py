@@ -1,30 +1,42 @@
 """Whose time is over."""
 
 from collections.abc import Iterator, Mapping
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
-from jaxllm.scheduler.request import Request, RequestStatus
+from jaxllm.scheduler.request import Request
 
-_QUEUED = (RequestStatus.WAITING, RequestStatus.WAITING_FOR_INPUT)
+_Entry = tuple[float, int, str, bool]  # when, whose (number and id), and whether only if it has not started
+_MIN_ENTRIES = 64
 
 
 class Deadlines:
-    """Wakes for each deadline once. Holds no request back from being forgotten: it knows them by number."""
+    """Wakes once for each deadline of the unfinished `requests`, which it knows by number."""
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, int, str, bool]] = []  # when, whose, and whether only if it has not started
+    def __init__(self, requests: Mapping[str, Request]) -> None:
+        self._requests = requests
+        self._heap: list[_Entry] = []
+
+    def __len__(self) -> int:
+        return len(self._heap)
 
     def add(self, request: Request) -> None:
+        if len(self._heap) > _MIN_ENTRIES + 4 * len(self._requests):  # most are of requests that have finished
+            self._heap = [entry for entry in self._heap if self._request_of(entry) is not None]
+            heapify(self._heap)
         for when, is_for_queue in ((request.deadline, False), (request.queue_deadline, True)):
             if when is not None:
                 heappush(self._heap, (when, request.arrival_number, request.request_id, is_for_queue))
 
-    def passed(self, requests: Mapping[str, Request], now: float) -> Iterator[Request]:
-        """Those of the unfinished `requests` whose time is over. The caller ends each before it asks for the next."""
+    def passed(self, now: float) -> Iterator[Request]:
+        """Those whose time is over. The caller ends each before it asks for the next."""
         while self._heap and self._heap[0][0] <= now:
-            _, number, request_id, is_for_queue = heappop(self._heap)
-            request = requests.get(request_id)
-            if request is None or request.arrival_number != number:
-                continue
-            if not is_for_queue or request.status in _QUEUED:
+            entry = heappop(self._heap)
+            request = self._request_of(entry)
+            if request is not None and not (entry[3] and request.has_started):
                 yield request
+
+    def _request_of(self, entry: _Entry) -> Request | None:
+        """None if it has finished."""
+        _, number, request_id, _ = entry
+        request = self._requests.get(request_id)
+        return None if request is None or request.arrival_number != number else request

@@ -39,18 +39,18 @@ class KVPages:
         table = self._table
         num_full_R = table.num_full_pages()
         rows = (num_full_R > table.num_registered_pages).nonzero()[0]
-        for row, num_full_pages in zip(rows.tolist(), num_full_R[rows].tolist(), strict=True):
-            self._register(row, num_full_pages)
+        if rows.size:
+            self._register(rows, num_full_R[rows])
         if reading_row is not None and table.requests[reading_row] is not None:
-            self._expect(reading_row)
+            self._expect(table.requests[reading_row], table.num_registered_pages.item(reading_row))
 
     def match(self, request: Request) -> list[int] | None:
         """The cached pages that the request would share; None if more of them will be there in a few steps."""
+        if not self.cache.serves(request):
+            return []
         pages = self.cache.match(request)
-        if self._coming and self.cache.serves(request):
-            keys, most = request.page_keys, (request.num_tokens - 1) // self._page_size
-            if len(pages) < most and keys[len(pages)] in self._coming:
-                return None
+        if self._coming and len(pages) < (request.num_tokens - 1) // self._page_size:
+            return None if request.page_keys[len(pages)] in self._coming else pages
         return pages
 
     def num_missing(self, request: Request, shared_pages: Sequence[int]) -> int:
@@ -58,17 +58,19 @@ class KVPages:
         num_pages = -(-request.num_tokens // self._page_size)
         return num_pages - len(shared_pages) + self.pool.num_unowned(shared_pages) if shared_pages else num_pages
 
-    def admit(self, row: int, request: Request, shared_pages: Sequence[int]) -> None:
-        """The row of an admitted request begins with pages of others, which count as computed."""
-        table, num_pages = self._table, len(shared_pages)
-        self.cache.count(request, num_pages)
-        if num_pages:
+    def admit(self, row: int, request: Request, shared_pages: Sequence[int], num_tokens: int) -> None:
+        """The row of an admitted request begins with pages of others, which count as computed, and gets what it lacks
+        to hold `num_tokens` tokens."""
+        table, num_shared = self._table, len(shared_pages)
+        if num_shared:
             self.pool.share(shared_pages)
             table.append_pages(row, shared_pages)
-            table.num_computed_tokens[row] = num_pages * self._page_size
-            table.num_registered_pages[row] = num_pages
-        if self.cache.is_enabled:
-            self._expect(row)
+            table.num_computed_tokens[row] = num_shared * self._page_size
+            table.num_registered_pages[row] = num_shared
+        table.append_pages(row, self.pool.allocate(-(-num_tokens // self._page_size) - num_shared))
+        if self.cache.serves(request):
+            self.cache.count(table.num_tokens.item(row), num_shared)
+            self._expect(request, num_shared)
 
     def grow(self, row: int, num_tokens: int) -> None:
         """Gives a row the pages that it lacks to hold `num_tokens` tokens."""
@@ -86,33 +88,40 @@ class KVPages:
         if num_pages > 0:
             self.pool.free(self._table.pop_pages(row, num_pages))
 
-    def release(self, row: int, *, is_sound: bool = True) -> None:
-        """Takes the row and its pages from its request. Others will not find pages that are not sound."""
+    def release(self, rows: np.ndarray, *, is_sound: bool = True) -> None:
+        """Takes rows (int[M], distinct) and their pages from their requests. Others will not find pages that are not
+        sound."""
         table = self._table
         if not is_sound:
-            self.pool.forget_cached(table.page_table[row, : table.num_pages[row]].tolist())
+            pages = table.page_table[rows]
+            self.pool.forget_cached(pages[pages > 0].tolist())
         elif self.cache.is_enabled:
-            num_full = min(table.num_tokens.item(row), table.num_computed_tokens.item(row)) // self._page_size
-            if num_full > table.num_registered_pages.item(row):
-                self._register(row, num_full)
-        self.pool.free(table.release(row))
+            num_full_M = table.num_full_pages(rows)
+            is_more_M = num_full_M > table.num_registered_pages[rows]
+            if is_more_M.any():
+                self._register(rows[is_more_M], num_full_M[is_more_M])
+        for row_pages in table.release(rows):
+            self.pool.free(row_pages)
 
-    def num_freed_by(self, row: int) -> int:
-        """Pages that are free when this row gives up its own."""
-        return self.pool.num_sole(self._table.page_table[row, : self._table.num_pages[row]].tolist())
+    def num_freed_by(self, rows: Sequence[int], kept_pages: Sequence[int]) -> int:
+        """Pages other than `kept_pages` that are free when these rows give up their own."""
+        pages = self._table.page_table[rows]
+        return self.pool.num_freed(pages[pages > 0].tolist(), kept_pages)
 
-    def _register(self, row: int, num_full_pages: int) -> None:
-        table, request = self._table, self._table.requests[row]
-        if self.cache.serves(request):
-            first = table.num_registered_pages.item(row)
-            pages = table.page_table[row, first:num_full_pages].tolist()
-            self.cache.register(self.cache.keys(request)[first:num_full_pages], pages)
-        table.num_registered_pages[row] = num_full_pages
+    def _register(self, rows: np.ndarray, num_full_pages: np.ndarray) -> None:
+        """Makes known the first pages of these rows (int[M], distinct), so many (int[M]) each."""
+        table, cache = self._table, self.cache
+        firsts, ends = table.num_registered_pages[rows].tolist(), num_full_pages.tolist()
+        tables = table.page_table[rows, : max(ends)].tolist()
+        for request, first, end, pages in zip(table.requests_of(rows), firsts, ends, tables, strict=True):
+            if cache.serves(request):
+                cache.register(cache.keys(request)[first:end], pages[first:end])
+        table.num_registered_pages[rows] = num_full_pages
 
-    def _expect(self, row: int) -> None:
-        request = self._table.requests[row]
-        if self.cache.serves(request):
-            self._coming.update(request.page_keys[self._table.num_registered_pages.item(row) :])
+    def _expect(self, request: Request, num_known_pages: int) -> None:
+        """A row is going to compute the pages of a request that come after these."""
+        if self.cache.serves(request) and len(request.page_keys) > num_known_pages:
+            self._coming.update(request.page_keys[num_known_pages:])
 
     def check_integrity(self) -> None:
         """Asserts that each page is owned by whom the page table says. For tests."""

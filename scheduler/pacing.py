@@ -36,7 +36,7 @@ class Pacing:
         if config.tpot_target_ms is None or not num_other_tokens:
             return budget
         ttft_target_s = float("inf") if config.ttft_target_ms is None else config.ttft_target_ms / 1e3
-        if reading is not None and now - reading.arrival_time > ttft_target_s:
+        if reading is not None and reading.num_output_tokens == 0 and now - reading.arrival_time > ttft_target_s:
             return budget
         seconds = config.tpot_target_ms / 1e3
         most = self._step_time.most_tokens(seconds, num_kv_tokens, num_other_tokens + budget)

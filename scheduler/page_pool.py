@@ -50,9 +50,12 @@ class PagePool:
         """How many of these cached pages `share` would take out of the free ones."""
         return sum([page in self._cached for page in pages])
 
-    def num_sole(self, pages: Iterable[int]) -> int:
-        """How many of these owned pages would be free if one owner freed them."""
-        return sum(page not in self._num_owners for page in pages)
+    def num_freed(self, pages: Iterable[int], kept_pages: Iterable[int]) -> int:
+        """How many other than `kept_pages` would be free if each of `pages` lost an owner for each time it is there."""
+        lost = Counter(pages)
+        for page in kept_pages:
+            lost.pop(page, None)
+        return sum([self._num_owners.get(page, 1) == number for page, number in lost.items()])
 
     def share(self, pages: Iterable[int]) -> None:
         """Adds an owner to pages that the cache has."""

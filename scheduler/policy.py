@@ -53,7 +53,7 @@ class FairShare:
         self._ledger = ledger
 
     def rank(self, request: Request) -> Rank:
-        virtual_tokens = self._ledger.account(request.tenant).virtual_tokens
+        virtual_tokens = self._ledger.virtual_tokens(request.tenant)
         return virtual_tokens, request.priority, request.arrival_time, request.arrival_number
 
     @property

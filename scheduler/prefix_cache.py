@@ -73,11 +73,10 @@ class PrefixCache:
             if (key := self._key_of.pop(page, None)) is not None:
                 del self._page_of[key]
 
-    def count(self, request: Request, num_pages: int) -> None:
-        """Notes an admission that shares so many pages."""
-        if self.serves(request):
-            self.num_queried_tokens += request.num_tokens
-            self.num_hit_tokens += num_pages * self._page_size
+    def count(self, num_tokens: int, num_pages: int) -> None:
+        """Notes the admission of a request of so many tokens that shares so many pages."""
+        self.num_queried_tokens += num_tokens
+        self.num_hit_tokens += num_pages * self._page_size
 
     def check_integrity(self) -> None:
         """Asserts that keys and pages agree."""
@@ -88,5 +87,5 @@ def _root_key(request: Request) -> bytes:
     """Lengths are part of it, so that no salt reads like another's with an adapter."""
     if not request.adapter_id and not request.cache_salt:
         return b""
-    adapter, salt = request.adapter_id.encode(), request.cache_salt.encode()
+    adapter, salt = (name.encode(errors="surrogatepass") for name in (request.adapter_id, request.cache_salt))
     return sha256(b"%d:%b%d:%b" % (len(adapter), adapter, len(salt), salt)).digest()

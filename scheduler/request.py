@@ -121,7 +121,8 @@ class Request:
         sampling: settings for the device.
 
     Raises:
-        RequestRefusedError: a token id is not an int32 value of 0 or more, or min_tokens or priority is out of range.
+        RequestRefusedError: a token id is not an int32 value of 0 or more, min_tokens or priority is out of
+            range, or a time is no number.
     """
 
     def __init__(
@@ -153,6 +154,9 @@ class Request:
             raise RequestRefusedError(
                 f"request {request_id!r}: priority is {priority:,}; it must be from {-_MAX_INT32:,} to {_MAX_INT32:,}"
             )
+        for name, when in (("arrival_time", arrival_time), ("deadline", deadline), ("queue_deadline", queue_deadline)):
+            if when is not None and when != when:
+                raise RequestRefusedError(f"request {request_id!r}: {name} is nan; it must be a number of seconds")
         self.min_tokens = min_tokens
         self.stop_token_ids = frozenset(_int32_token_ids(request_id, "stop_token_ids", stop_token_ids).tolist())
         self.priority = priority
@@ -191,6 +195,11 @@ class Request:
         if self._table is not None and self._table.is_decoding(self._row):
             return RequestStatus.DECODING
         return self._status
+
+    @property
+    def has_started(self) -> bool:
+        """Whether it has had a row."""
+        return self._status not in (RequestStatus.WAITING, RequestStatus.WAITING_FOR_INPUT)
 
     @property
     def row(self) -> int | None:

@@ -108,28 +108,29 @@ class RunningTable:
         request.attach(self, row)
         return row
 
-    def release(self, row: int) -> list[int]:
-        """Takes the row from its request, which gets its known tokens back. Returns the pages of the row."""
-        request = self.requests[row]
-        assert request is not None
-        request.detach()
-        for token_id in request.stop_token_ids:
-            bits = token_id & _STOP_BITS
-            self._num_stops[bits] -= 1
-            if not self._num_stops[bits]:
-                self._is_stop[bits] = False
-        row_pages = self.page_table[row, : self.num_pages.item(row)]
-        pages = row_pages.tolist()
-        row_pages.fill(0)
-        self._counters[:, row] = 0
+    def release(self, rows: np.ndarray) -> list[list[int]]:
+        """Takes rows (int[M], distinct) from their requests, which get their known tokens back. Returns the pages of
+        each row."""
+        num_pages = self.num_pages[rows].tolist()
+        most = max(num_pages)
+        pages = self.page_table[rows, :most].tolist()
+        for request in self.requests_of(rows):
+            request.detach()
+            for token_id in request.stop_token_ids:
+                bits = token_id & _STOP_BITS
+                self._num_stops[bits] -= 1
+                if not self._num_stops[bits]:
+                    self._is_stop[bits] = False
+        self.page_table[rows, :most] = 0
+        self._counters[:, rows] = 0
         if self.num_verifying:
-            self.num_verifying -= int(self.is_verifying[row])
-            self.is_verifying[row] = False
-        self.priority[row] = _NO_PRIORITY
-        self.released_at[row] = self.last_release = self.clock
-        self.requests[row] = None
-        self._free_rows.append(row)
-        return pages
+            self.num_verifying -= int(np.count_nonzero(self.is_verifying[rows]))
+            self.is_verifying[rows] = False
+        self.priority[rows] = _NO_PRIORITY
+        self.released_at[rows] = self.last_release = self.clock
+        self.requests[rows] = None
+        self._free_rows += rows.tolist()
+        return [row_pages[:number] for row_pages, number in zip(pages, num_pages, strict=True)]
 
     def known_token_ids(self, row: int) -> np.ndarray:
         """int32[num_tokens]: a view of the row's tokens that the host knows."""
@@ -205,9 +206,10 @@ class RunningTable:
         else:
             self.page_table[row, start:end] = pages
 
-    def num_full_pages(self) -> np.ndarray:
-        """int32[R]: pages whose tokens are all known, and computed by launched steps."""
-        return np.minimum(self.num_tokens, self.num_computed_tokens) // self._page_size
+    def num_full_pages(self, rows: np.ndarray | slice = slice(None)) -> np.ndarray:
+        """int32[M], of these rows (int[M]; all, if left out): pages whose tokens are all known, and computed by
+        launched steps."""
+        return np.minimum(self.num_tokens[rows], self.num_computed_tokens[rows]) // self._page_size
 
     @property
     def owned_pages(self) -> list[int]:

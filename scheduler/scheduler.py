@@ -49,7 +49,7 @@ class Scheduler:
         self._preparing: dict[str, Request] = {}  # those that wait for their input
         self._num_preparing_tokens = 0
         self._requests: dict[str, Request] = {}  # all unfinished ones
-        self._deadlines = Deadlines()
+        self._deadlines = Deadlines(self._requests)
         self._num_arrivals = 0
         self._num_finished: Counter[RequestStatus] = Counter()
         self._num_accepted_tokens = 0
@@ -57,6 +57,11 @@ class Scheduler:
     @property
     def has_unfinished_requests(self) -> bool:
         return bool(self._requests)
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Of the unfinished requests."""
+        return list(self._requests)
 
     @property
     def num_running(self) -> int:
@@ -83,12 +88,12 @@ class Scheduler:
         num_queued_tokens = self._waiting.num_tokens + self._num_preparing_tokens
         refuse_if_full(request, self.config, self.num_waiting, num_queued_tokens)
         self._tenants.refuse_over_quota(request, now)
-        self._tenants.enter(request, now)
+        self._planner.pages.prepare(request)
+        self._tenants.enter(request)
         request.arrival_number = self._num_arrivals
         self._num_arrivals += 1
         self._requests[request.request_id] = request
         self._deadlines.add(request)
-        self._planner.pages.prepare(request)
         if request.status is RequestStatus.WAITING_FOR_INPUT:
             self._preparing[request.request_id] = request
             self._num_preparing_tokens += request.num_tokens
@@ -128,7 +133,7 @@ class Scheduler:
     def expire(self) -> list[Request]:
         """Ends the requests whose deadline has passed, or that have waited for longer than they wanted to."""
         expired = []
-        for request in self._deadlines.passed(self._requests, self._clock()):
+        for request in self._deadlines.passed(self._clock()):
             self._finish(request, RequestStatus.FINISHED_TIMEOUT)
             expired.append(request)
         return expired
@@ -181,15 +186,18 @@ class Scheduler:
             rows, token_ids = rows[plan.samples], token_ids[plan.samples]
         requests = table.requests_of(rows)
         num_tokens = table.append_token(rows, token_ids)
-        finished = []
+        ends: dict[Request, RequestStatus] = {}
         may_end = table.may_stop(token_ids) | (num_tokens == table.max_total_tokens[rows])
         for index in may_end.nonzero()[0].tolist():
             request = requests[index]
-            _, status = self._up_to_end(request, [token_ids.item(index)], num_tokens.item(index) - 1)
+            status = self._end(request, token_ids.item(index), num_tokens.item(index))
             if status is not None:
-                self._finish(request, status)
-                finished.append(request)
-        output = StepOutput(rows, np.ones(len(rows), np.int32), token_ids, requests, finished)
+                ends[request] = status
+        if ends:
+            self._planner.leave_rows(list(ends))
+        for request, status in ends.items():
+            self._close(request, status)
+        output = StepOutput(rows, np.ones(len(rows), np.int32), token_ids, requests, list(ends))
         return output if others is None else output.joined(others)
 
     def reset_prefix_cache(self, *, force: bool = False) -> bool:
@@ -250,15 +258,19 @@ class Scheduler:
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
         if request.row is not None:
-            self._planner.leave_row(request, is_sound=status is not RequestStatus.FINISHED_ERROR)
+            self._planner.leave_rows([request], is_sound=status is not RequestStatus.FINISHED_ERROR)
         elif self._preparing.pop(request.request_id, None) is not None:
             self._num_preparing_tokens -= request.num_tokens
         else:
             self._planner.leave_queue(request)
+        self._close(request, status)
+
+    def _close(self, request: Request, status: RequestStatus) -> None:
+        """Ends a request that has neither a row nor a place in line."""
+        self._tenants.leave(request)
         request.move_to(status)
         del self._requests[request.request_id]
         self._num_finished[status] += 1
-        self._tenants.leave(request)
 
     def _take_in_others(
         self, plan: StepPlan, sampled_token_ids: np.ndarray, num_sampled_tokens: np.ndarray | None
@@ -296,11 +308,15 @@ class Scheduler:
         self, request: Request, token_ids: list[int], num_tokens: int
     ) -> tuple[list[int], RequestStatus | None]:
         """Those of the tokens after the first `num_tokens` of a request that belong to it, and how it ends, if so."""
-        max_total_tokens = self.config.max_total_tokens(request.num_prompt_tokens, request.max_tokens)
-        min_total_tokens = request.num_prompt_tokens + request.min_tokens
         for number, token_id in enumerate(token_ids, 1):
-            if token_id in request.stop_token_ids and num_tokens + number >= min_total_tokens:
-                return token_ids[:number], RequestStatus.FINISHED_STOP
-            if num_tokens + number == max_total_tokens:
-                return token_ids[:number], RequestStatus.FINISHED_LENGTH
+            if (status := self._end(request, token_id, num_tokens + number)) is not None:
+                return token_ids[:number], status
         return token_ids, None
+
+    def _end(self, request: Request, token_id: int, num_tokens: int) -> RequestStatus | None:
+        """How a request ends with this token, which makes it so long; None if it does not."""
+        if token_id in request.stop_token_ids and num_tokens >= request.num_prompt_tokens + request.min_tokens:
+            return RequestStatus.FINISHED_STOP
+        if num_tokens == self.config.max_total_tokens(request.num_prompt_tokens, request.max_tokens):
+            return RequestStatus.FINISHED_LENGTH
+        return None

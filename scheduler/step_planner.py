@@ -125,18 +125,19 @@ class StepPlanner:
             scheduled_R[row] = 0
         self.num_preemptions += 1
         request.num_given_up_tokens = min(int(self.table.num_computed_tokens[row]), request.num_tokens)
-        self.leave_row(request)
+        self.leave_rows([request])
         request.move_to(RequestStatus.PREEMPTED)
         self.num_preempted += 1
         self._waiting.push(request)
 
-    def leave_row(self, request: Request, *, is_sound: bool = True) -> None:
-        """Takes row and pages from a running request. Others will not find pages that are not sound."""
-        row = cast(int, request.row)
-        if row == self._prompt_row:
+    def leave_rows(self, requests: Sequence[Request], *, is_sound: bool = True) -> None:
+        """Takes rows and pages from running requests. Others will not find pages that are not sound."""
+        rows = [cast(int, request.row) for request in requests]
+        if self._prompt_row in rows:
             self._prompt_row = None
-        self.pages.release(row, is_sound=is_sound)
-        self._tenants.account(request.tenant).num_running -= 1
+        self.pages.release(np.array(rows), is_sound=is_sound)
+        for request in requests:
+            self._tenants.stop(request)
 
     def leave_queue(self, request: Request) -> None:
         """Takes a request that waits out of the queue."""
@@ -217,7 +218,7 @@ class StepPlanner:
         Returns what is left of the budget.
         """
         table = self.table
-        if may_admit and self._policy.preempts and self._is_better_read_instead(row):
+        if budget and may_admit and self._policy.preempts and self._is_better_read_instead(row):
             self.preempt(table.requests[row], scheduled_R)
             return budget
         num_computed = table.num_computed_tokens.item(row)
@@ -228,7 +229,7 @@ class StepPlanner:
             self._prompt_row = None
         scheduled_R[row] = num_tokens
         if self._is_fair:
-            self._tenants.account(table.requests[row].tenant).charge(num_tokens)
+            self._tenants.charge_request(table.requests[row], num_tokens)
         return budget - num_tokens
 
     def _is_better_read_instead(self, row: int) -> bool:
@@ -237,8 +238,11 @@ class StepPlanner:
         pages, request, first = self.pages, self.table.requests[row], self._first_waiting()
         if first is None or first.priority >= request.priority or first.num_awaited_plans:
             return False
-        num_free = pages.num_free_pages + pages.num_freed_by(row) - (self.num_running - 1)
-        return pages.cache.serves(request) and pages.num_missing(first, pages.cache.match(first)) <= num_free
+        if not pages.cache.serves(request):
+            return False
+        shared_pages = pages.cache.match(first)
+        num_spare = pages.num_free_pages + pages.num_freed_by([row], shared_pages) - (self.num_running - 1)
+        return pages.num_missing(first, shared_pages) <= num_spare
 
     def _admit(self, scheduled_R: np.ndarray, budget: int, reading_row: int | None) -> int:
         """Starts waiting requests in order, while a row, budget, and pages for all their tokens are free.
@@ -248,13 +252,15 @@ class StepPlanner:
         """
         deferred: list[Request] = []
         has_begun = False
-        while budget > 0 and (request := self._first_waiting()) is not None:
-            if not self.table.num_free_rows and not self._outranks_some(request):
+        while budget > 0 and (self.table.num_free_rows or self._may_take_a_row()):
+            request = self._first_waiting()
+            if request is None or not (self.table.num_free_rows or self._outranks_some(request)):
                 break
             if not has_begun:
                 self.pages.begin_admissions(reading_row)
                 has_begun = True
-            request = self._longest_match(request)
+            if self.config.prefix_window > 1:
+                request = self._longest_match(request)
             if request.num_awaited_plans:
                 break
             if (shared_pages := self.pages.match(request)) is None:
@@ -275,21 +281,18 @@ class StepPlanner:
         if self.config.prefix_window > 1:
             self._waiting.note_overtaking(request)
         self.leave_queue(request)
-        account = self._tenants.account(request.tenant)
-        account.num_running += 1
         self._started.append(request)
-        row = self.table.admit(request, account.number)
-        self.pages.admit(row, request, shared_pages)
         num_computed = len(shared_pages) * self.config.page_size
+        num_wanted = request.num_tokens - num_computed
+        num_tokens = min(num_wanted, budget)
+        row = self.table.admit(request, self._tenants.start(request))
+        self.pages.admit(row, request, shared_pages, num_computed + num_tokens)
         if request.num_given_up_tokens:
             self.num_recomputed_tokens += max(0, request.num_given_up_tokens - num_computed)
             request.num_given_up_tokens = 0
-        num_wanted = request.num_tokens - num_computed
-        num_tokens = min(num_wanted, budget)
-        self.pages.grow(row, num_computed + num_tokens)
         scheduled_R[row] = num_tokens
         if self._is_fair:
-            account.charge(num_tokens)
+            self._tenants.charge_request(request, num_tokens)
         if num_tokens < num_wanted:
             self._prompt_row = row
         return num_tokens
@@ -349,12 +352,16 @@ class StepPlanner:
         return self._waiting.first(self._tenants.may_run_more if self._tenants.limits_running else None)
 
     def _longest_match(self, first: Request) -> Request:
-        """The one that shall start instead of `first`, among its equals: that with most in the prefix cache."""
+        """The one that shall start instead of `first`, among its equals: that with most in the prefix cache. Who has
+        been overtaken often enough lets nobody pass."""
         window = self.config.prefix_window
-        if window == 1 or first.num_times_overtaken >= window:
-            return first
         equals = self._waiting.equals_of(first, window)
-        return max(equals, key=lambda request: len(self.pages.cache.match(request)))
+        last = next((index for index, other in enumerate(equals) if other.num_times_overtaken >= window), window)
+        return max(equals[: last + 1], key=lambda request: len(self.pages.cache.match(request)))
+
+    def _may_take_a_row(self) -> bool:
+        """Whether to look for a waiting request that takes the row of a running one."""
+        return self._policy.preempts and self._waiting.has_below(int(self.table.priority.max()))
 
     def _outranks_some(self, request: Request) -> bool:
         """Whether a running request may have to make room for this one."""
@@ -367,15 +374,14 @@ class StepPlanner:
         preempted.
         """
         pages, table = self.pages, self.table
-
-        num_spare = pages.num_free_pages - (table.num_rows - table.num_free_rows)
+        num_spare = pages.num_free_pages - self.num_running
         if table.num_free_rows and pages.num_missing(request, shared_pages) <= num_spare:
             return True
         if not self._outranks_some(request):
             return False
         outranked = [other for other in table.running_requests if request.priority < other.priority]
         outranked.sort(key=self._policy.rank)
-        num_spare += sum(pages.num_freed_by(cast(int, other.row)) + 1 for other in outranked)
+        num_spare += pages.num_freed_by([cast(int, other.row) for other in outranked], shared_pages) + len(outranked)
         if pages.num_missing(request, shared_pages) > num_spare:
             return False
         while outranked:

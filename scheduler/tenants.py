@@ -8,14 +8,14 @@ from jaxllm.scheduler.config import SchedulerConfig, TenantConfig
 from jaxllm.scheduler.errors import RequestRefusedError, SchedulerBusyError
 from jaxllm.scheduler.request import Request
 
+_MIN_ACCOUNTS = 64  # so many may be open before idle ones are closed
+
 
 @dataclass(slots=True)
 class Account:
     """One tenant's.
 
     number: of the tenant, for arrays.
-    virtual_tokens: computed for it, divided by its weight; raised to the least active tenant's when it comes back
-        from having no requests, so that nobody saves up.
     num_unfinished, num_running: its requests.
     allowance_tokens: left of max_tokens_per_minute at `allowance_time`; it fills evenly.
     """
@@ -23,7 +23,6 @@ class Account:
     name: str
     number: int
     config: TenantConfig
-    virtual_tokens: float = 0.0
     num_unfinished: int = 0
     num_running: int = 0
     allowance_tokens: float = 0.0
@@ -37,42 +36,44 @@ class Account:
     def may_run_more(self) -> bool:
         return self.config.max_running is None or self.num_running < self.config.max_running
 
-    def charge(self, num_tokens: float) -> None:
-        """Counts tokens that a step computes for the tenant."""
-        self.virtual_tokens += num_tokens / self.config.weight
-
 
 class TenantLedger:
-    """The accounts of all tenants."""
+    """The accounts of the tenants: of all that have requests, and of those that left with something to remember.
+
+    Under the policy "fair" an account counts virtual tokens: those computed for the tenant, divided by its weight. A
+    tenant that comes to have requests waiting starts from no fewer than the least of the others that have some, or, if
+    nobody waits, than the one that waited last ("Fairness in Serving Large Language Models", Sheng et al., 2024). So
+    nobody saves up, and nobody pays for a time in which there was room for all.
+    """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
+        self._is_fair = config.policy == "fair"
         self._accounts: dict[str, Account] = {}
-        self._by_number: list[Account] = []
+        self._virtual_tokens = np.zeros(0)  # float[n], by the tenant's number
+        self._weights = np.ones(0)
+        self._free_numbers: list[int] = []
+        self._waited_last: Account | None = None
+        self._max_accounts = _MIN_ACCOUNTS
         self.limits_running = any(
             tenant.max_running is not None for tenant in (*config.tenants.values(), config.default_tenant)
         )
 
     @property
     def accounts(self) -> list[Account]:
-        return self._by_number
+        return list(self._accounts.values())
 
-    def account(self, tenant: str) -> Account:
-        """Opened when first asked for."""
-        if tenant not in self._accounts:
-            config = self._config.tenant(tenant)
-            self._accounts[tenant] = account = Account(tenant, len(self._by_number), config)
-            account.allowance_tokens = config.max_tokens_per_minute or 0
-            self._by_number.append(account)
-        return self._accounts[tenant]
+    def virtual_tokens(self, tenant: str) -> float:
+        return self._virtual_tokens.item(self._accounts[tenant].number)
 
     def may_run_more(self, tenant: str) -> bool:
-        return self.account(tenant).may_run_more
+        return self._accounts[tenant].may_run_more
 
     def refuse_over_quota(self, request: Request, now: float) -> None:
         """Raises SchedulerBusyError if the tenant's quota keeps the request out, RequestRefusedError if it always
         will."""
-        account, config = self.account(request.tenant), self._config.tenant(request.tenant)
+        account = self._accounts.get(request.tenant) or self._open(request.tenant, now)
+        config = account.config
         name = f"request {request.request_id!r} of tenant {request.tenant!r}"
         if config.max_queued is not None and account.num_queued >= config.max_queued:
             raise SchedulerBusyError(
@@ -96,29 +97,78 @@ class TenantLedger:
                 retry_after_s=wait_s,
             )
 
-    def enter(self, request: Request, now: float) -> None:
-        """A request has been queued."""
-        account = self.account(request.tenant)
-        if account.num_unfinished == 0:
-            active = [other.virtual_tokens for other in self._by_number if other.num_unfinished]
-            account.virtual_tokens = max(account.virtual_tokens, min(active, default=0.0))
+    def enter(self, request: Request) -> None:
+        """A request that was not refused is queued."""
+        account = self._accounts[request.tenant]
+        if self._is_fair and account.num_queued == 0:
+            virtual, number = self._virtual_tokens, account.number
+            virtual[number] = max(virtual[number], self._least_virtual_tokens())
         account.num_unfinished += 1
-        if (limit := account.config.max_tokens_per_minute) is not None:
-            self._refill(account, limit, now)
+        if account.config.max_tokens_per_minute is not None:
             account.allowance_tokens -= self._reserved_tokens(request)
 
+    def start(self, request: Request) -> int:
+        """A request gets a row. Returns the tenant's number."""
+        account = self._accounts[request.tenant]
+        account.num_running += 1
+        if account.num_queued == 0:
+            self._waited_last = account
+        return account.number
+
+    def stop(self, request: Request) -> None:
+        """A request loses its row."""
+        self._accounts[request.tenant].num_running -= 1
+
     def leave(self, request: Request) -> None:
-        """A request has finished. It gives back the tokens that it reserved and did not make."""
-        account = self.account(request.tenant)
+        """A request is about to end. It gives back the tokens that it reserved and did not use."""
+        account = self._accounts[request.tenant]
         account.num_unfinished -= 1
         if account.config.max_tokens_per_minute is not None:
-            account.allowance_tokens += self._reserved_tokens(request) - request.num_tokens
+            num_used = request.num_tokens if request.has_started else 0
+            account.allowance_tokens += self._reserved_tokens(request) - num_used
 
     def charge(self, tenant_numbers: np.ndarray, num_tokens: np.ndarray) -> None:
         """Counts tokens that a step computes: int[R] numbers of tenants, int[R] tokens."""
-        totals = np.bincount(tenant_numbers, num_tokens)
-        for number in np.flatnonzero(totals).tolist():
-            self._by_number[number].charge(float(totals[number]))
+        virtual = self._virtual_tokens
+        virtual += np.bincount(tenant_numbers, num_tokens, minlength=len(virtual)) / self._weights
+
+    def charge_request(self, request: Request, num_tokens: int) -> None:
+        """Counts tokens that a step computes for one request."""
+        number = self._accounts[request.tenant].number
+        self._virtual_tokens[number] += num_tokens / self._weights[number]
+
+    def _open(self, tenant: str, now: float) -> Account:
+        if len(self._accounts) >= self._max_accounts:
+            self._close_idle(now)
+            self._max_accounts = max(_MIN_ACCOUNTS, 2 * len(self._accounts))
+        if not self._free_numbers:
+            self._free_numbers.append(len(self._weights))
+            self._virtual_tokens, self._weights = np.append(self._virtual_tokens, 0.0), np.append(self._weights, 1.0)
+        config, number = self._config.tenant(tenant), self._free_numbers.pop()
+        self._virtual_tokens[number], self._weights[number] = 0.0, config.weight
+        limit = config.max_tokens_per_minute or 0
+        account = Account(tenant, number, config, allowance_tokens=limit, allowance_time=now)
+        self._accounts[tenant] = account
+        return account
+
+    def _close_idle(self, now: float) -> None:
+        """Closes the accounts that would be as they are if they were opened again."""
+        least = self._least_virtual_tokens()
+        for account in self.accounts:
+            if account.num_unfinished or account is self._waited_last:
+                continue
+            limit = account.config.max_tokens_per_minute or 0
+            self._refill(account, limit, now)
+            if account.allowance_tokens >= limit and self._virtual_tokens[account.number] <= least:
+                del self._accounts[account.name]
+                self._free_numbers.append(account.number)
+
+    def _least_virtual_tokens(self) -> float:
+        """Which a tenant has when it comes to have requests waiting."""
+        waiting = [account.number for account in self._accounts.values() if account.num_queued]
+        if waiting:
+            return float(self._virtual_tokens[waiting].min())
+        return 0.0 if self._waited_last is None else self._virtual_tokens.item(self._waited_last.number)
 
     def _reserved_tokens(self, request: Request) -> int:
         return self._config.max_total_tokens(request.num_prompt_tokens, request.max_tokens)

@@ -1,6 +1,7 @@
 """The requests without a row, in order."""
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 
@@ -19,6 +20,7 @@ class WaitingQueue:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._lines: dict[tuple[str, int], list[Request]] = {}
+        self._num_lines: Counter[int] = Counter()  # by priority
         self.num_requests = 0
         self.num_tokens = 0
 
@@ -38,6 +40,10 @@ class WaitingQueue:
             return heads[0] if heads else None
         return min(heads, key=self._policy.rank)
 
+    def has_below(self, priority: int) -> bool:
+        """Whether a request of a lower priority number waits. Costs nothing that grows with the lines."""
+        return any(own < priority for own in self._num_lines)
+
     def equals_of(self, request: Request, number: int) -> list[Request]:
         """The first requests of its line, at most `number`."""
         return self._lines[request.tenant, request.priority][:number]
@@ -55,7 +61,10 @@ class WaitingQueue:
         return min((line[0].arrival_time for line in self._lines.values()), default=None)
 
     def push(self, request: Request) -> None:
-        line = self._lines.setdefault((request.tenant, request.priority), [])
+        key = request.tenant, request.priority
+        if (line := self._lines.get(key)) is None:
+            line = self._lines[key] = []
+            self._num_lines[request.priority] += 1
         if line and _arrival(line[-1]) > _arrival(request):
             insort(line, request, key=_arrival)
         else:
@@ -71,6 +80,9 @@ class WaitingQueue:
         del line[index]
         if not line:
             del self._lines[key]
+            self._num_lines[request.priority] -= 1
+            if not self._num_lines[request.priority]:
+                del self._num_lines[request.priority]
         self.num_requests -= 1
         self.num_tokens -= request.num_tokens
 
@@ -84,6 +96,7 @@ class WaitingQueue:
         requests = list(self)
         assert self.num_requests == len(requests)
         assert self.num_tokens == sum(request.num_tokens for request in requests)
+        assert self._num_lines == Counter(priority for _, priority in self._lines)
         for (tenant, priority), line in self._lines.items():
             assert line == sorted(line, key=_arrival)
             assert {(request.tenant, request.priority) for request in line} == {(tenant, priority)}

@@ -151,32 +151,31 @@ class Engine:
 
         Nothing that a step may have left half done is found in the prefix cache afterwards.
         """
-        request_ids = self._outputs.request_ids
-        for request_id in request_ids:
+        for request_id in self.scheduler.request_ids:
             self.scheduler.abort_request(request_id)
         self.scheduler.reset_prefix_cache()
-        return [self._outputs.finish(request_id) for request_id in request_ids]
+        return [self._outputs.finish(request_id) for request_id in self._outputs.request_ids]
 
     def step(self) -> list[RequestOutput]:
         """Launches the next step, and takes in the one before while it runs. Returns what has finished."""
-        expired = [self._outputs.finish(request.request_id) for request in self.scheduler.expire()]
+        expired = self.scheduler.expire()
         plan = self.scheduler.schedule()
         if plan is not None:
             bucket = pick(self.runner.ready_buckets, plan.num_tokens, plan.num_seqs, plan.is_decode_only)
             handle = self.runner.launch(StepBatch.build(plan, self.scheduler.table, bucket))
             self._in_flight.append((plan, handle))
             self._outputs.note_start(plan.started)
-        num_ahead = 0 if plan is None else 1
-        if len(self._in_flight) <= num_ahead:
-            if plan is None:
-                time.sleep(min(self.scheduler.wait_s, _MAX_SLEEP_S))
-            return expired
-        plan, handle = self._in_flight.popleft()
-        output = self.scheduler.update(plan, handle.sampled_token_ids()[: plan.num_seqs])
-        finished, stopped = self._outputs.process(output)
-        for ended in stopped:
-            self.scheduler.finish_request(ended.request_id, RequestStatus.FINISHED_STOP)
-        return expired + finished + stopped
+        outputs: list[RequestOutput] = []
+        if len(self._in_flight) > (0 if plan is None else 1):
+            plan, handle = self._in_flight.popleft()
+            output = self.scheduler.update(plan, handle.sampled_token_ids()[: plan.num_seqs])
+            finished, stopped = self._outputs.process(output)
+            for ended in stopped:
+                self.scheduler.finish_request(ended.request_id, RequestStatus.FINISHED_STOP)
+            outputs = finished + stopped
+        elif plan is None:
+            time.sleep(min(self.scheduler.wait_s, _MAX_SLEEP_S))
+        return outputs + [self._outputs.finish(request.request_id) for request in expired]
 
     def shutdown(self) -> None:
         """Stops background work."""

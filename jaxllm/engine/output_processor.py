@@ -87,9 +87,10 @@ class OutputProcessor:
 
     def process(self, output: StepOutput) -> tuple[list[RequestOutput], list[RequestOutput]]:
         """Takes in a step's tokens. Returns the requests that the scheduler has finished, and those that end
-        here because of a stop string, which the scheduler does not know yet."""
+        here because of a stop string, which the scheduler does not know yet. If a listener raises
+        on the way, those records stay."""
         now = time.monotonic()
-        stopped = []
+        stop_strings: dict[str, str] = {}
         for request, token_ids in output.tokens_by_request() if self._watched else ():
             record = self._records[request.request_id]
             if record.metrics.first_token_time is None:
@@ -103,12 +104,12 @@ class OutputProcessor:
             text, stop_string = record.stop_strings.append(record.detokenizer.append(token_ids))
             record.show(text)
             if stop_string is not None:
-                stopped.append(self._finish(record, "stop", stop_string, now))
-        stopped_ids = {done.request_id for done in stopped}
-        finished = [
-            self.finish(request.request_id, now) for request in output.finished if request.request_id not in stopped_ids
-        ]
-        return finished, stopped
+                stop_strings[request.request_id] = stop_string
+        finished = [request.request_id for request in output.finished if request.request_id not in stop_strings]
+        return (
+            [self.finish(request_id, now) for request_id in finished],
+            [self._finish(self._records[name], "stop", found, now) for name, found in stop_strings.items()],
+        )
 
     def finish(self, request_id: str, now: float | None = None) -> RequestOutput:
         """The output of a request that the scheduler has finished."""

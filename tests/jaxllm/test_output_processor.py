@@ -154,3 +154,19 @@ def test_times_are_taken_when_things_first_happen(script, monkeypatch):
     assert metrics.arrival_time == 0.0  # As the request says.
     assert (metrics.first_scheduled_time, metrics.first_token_time, metrics.finished_time) == (0, 1, 3)
     assert metrics.num_output_tokens == 3
+
+
+def test_a_listener_that_raises_loses_nobody(script, monkeypatch):
+    """Neither who ends in this step nor the others: what all have so far can still be asked for."""
+    script.add("stopped", "one two", stop="ne")
+    script.add("deaf", "abc", streamed=True)
+    script.step()
+    script.step()
+
+    def raise_error(text):
+        raise RuntimeError("deaf")
+
+    script.outputs._records["deaf"].on_text = raise_error
+    with pytest.raises(RuntimeError, match="deaf"):
+        script.step()
+    assert script.outputs.request_ids == ["stopped", "deaf"]

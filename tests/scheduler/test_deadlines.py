@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxllm.scheduler import Request, RequestStatus
+from jaxllm.scheduler import Request, RequestRefusedError, RequestStatus
 
 
 def reach(loop, state):
@@ -57,3 +57,19 @@ def test_a_deadline_of_one_who_has_left_does_not_end_its_namesake(make_loop):
     assert loop.scheduler.expire() == []
     loop.run()
     assert namesake.status is RequestStatus.FINISHED_LENGTH
+
+
+@pytest.mark.parametrize("deadline", [1e9, float("inf")])
+def test_deadlines_of_those_who_have_left_are_forgotten(make_loop, deadline):
+    loop = make_loop()
+    for _ in range(1000):
+        loop.add(Request("a", [1], max_tokens=5, deadline=deadline, queue_deadline=deadline))
+        loop.scheduler.abort_request("a")
+    assert len(loop.scheduler._deadlines) < 200
+
+
+@pytest.mark.parametrize("name", ["arrival_time", "deadline", "queue_deadline"])
+def test_a_time_that_is_no_number_is_refused(name):
+    """It would come neither before nor after any other."""
+    with pytest.raises(RequestRefusedError, match=f"request 'a': {name} is nan"):
+        Request("a", [1], max_tokens=5, **{name: float("nan")})

@@ -2,7 +2,8 @@
 
 import pytest
 
-from jaxllm.scheduler import Request, RequestStatus, SchedulerConfigError
+from jaxllm.scheduler import Request, RequestStatus, SchedulerConfigError, TenantConfig
+from jaxllm.scheduler.pacing import Pacing
 from jaxllm.scheduler.step_time import StepTimeModel
 
 
@@ -91,6 +92,16 @@ def test_a_prompt_beyond_its_ttft_target_is_read_at_full_speed(make_loop):
     assert sum(hurried) < 0.1 + 5 * 0.080 + 0.1
 
 
+def test_one_that_reads_again_after_a_preemption_does_not_wait_for_its_first_token(make_config):
+    pacing = Pacing(make_config(tpot_target_ms=20.0, ttft_target_ms=100.0))
+    for _ in range(4):
+        pacing._step_time.observe(10, 100, 1.0, is_padded=True)
+    request = Request("a", [1] * 90, max_tokens=9)
+    assert pacing.most_prompt_tokens(20, 4, 100, request, now=9.0) == 20
+    request.append_tokens([5])
+    assert pacing.most_prompt_tokens(20, 4, 100, request, now=9.0) == 16
+
+
 def test_the_model_of_the_step_finds_costs_padding_and_all():
     model = StepTimeModel((64, 256))
     for num_tokens, num_kv in [(4, 100), (70, 900), (20, 400), (250, 3000), (60, 50), (4, 2000), (200, 100)] * 3:
@@ -119,6 +130,10 @@ def test_a_pause_of_the_host_is_not_taken_for_the_step():
         ({"tpot_target_ms": 0.0}, "tpot_target_ms is 0.0; it must be above 0"),
         ({"policy": "lifo"}, "policy is 'lifo'; it must be one of priority, fcfs, fair"),
         ({"prefix_window": 0}, "prefix_window is 0"),
+        ({"max_wait_ms": float("inf"), "min_batch": 2}, "max_wait_ms is inf; it must be finite"),
+        ({"ttft_target_ms": 9.0}, "ttft_target_ms is 9.0 and tpot_target_ms is None: prompts are read at full speed"),
+        ({"prefix_window": 2, "enable_prefix_caching": False}, "prefix_window is 2 and enable_prefix_caching is False"),
+        ({"tenants": {"a": TenantConfig(weight=2.0)}}, "weight of tenant 'a' is 2.0, and the policy is 'priority'"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(make_config, settings, message):

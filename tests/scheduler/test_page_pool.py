@@ -73,7 +73,8 @@ def test_a_shared_page_is_free_when_its_last_owner_has_freed_it():
     know(cache, pages)
     for _ in range(2):
         pool.share(pages)
-    assert pool.num_sole(pages) == 0
+    assert [pool.num_freed(pages * times, []) for times in (1, 2, 3)] == [0, 0, 2]
+    assert pool.num_freed(pages * 3, pages[:1]) == 1
     for num_owners in (3, 2, 1):
         pool.check_integrity(pages * num_owners)
         assert pool.num_free_pages == 1

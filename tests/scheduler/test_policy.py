@@ -3,11 +3,12 @@
 import pytest
 
 from jaxllm.scheduler import Request, RequestRefusedError, RequestStatus, SchedulerBusyError, TenantConfig
+from jaxllm.scheduler.waiting_queue import WaitingQueue
 
 
 def served_tokens(loop, *tenants):
-    accounts = {account.name: account for account in loop.scheduler._tenants.accounts}
-    return [accounts[name].virtual_tokens * accounts[name].config.weight for name in tenants]
+    ledger = loop.scheduler._tenants
+    return [ledger.virtual_tokens(tenant) * loop.config.tenant(tenant).weight for tenant in tenants]
 
 
 def test_first_come_first_served_knows_no_priority(make_loop):
@@ -73,6 +74,52 @@ def test_who_cannot_make_enough_room_preempts_nobody(make_loop):
     loop.step()
     assert low.row is not None
     loop.run()
+
+
+def test_a_long_queue_of_many_tenants_costs_a_full_table_nothing(make_loop, monkeypatch):
+    """Nobody is looked for while nobody can start."""
+    loop = make_loop(max_num_seqs=2)
+    loop.add(*(Request(f"r{index}", [1], max_tokens=20, tenant=f"t{index}") for index in range(50)))
+    loop.step()
+    looks = []
+    first = WaitingQueue.first
+    monkeypatch.setattr(WaitingQueue, "first", lambda *args: looks.append(1) or first(*args))
+    for _ in range(10):
+        loop.step()
+    assert not looks
+    loop.add(Request("urgent", [1], max_tokens=1, priority=-1))
+    loop.step()
+    assert "urgent" in loop.streams
+    loop.run()
+
+
+def test_pages_that_it_would_share_with_who_gives_way_are_not_room(make_loop):
+    loop = make_loop(num_pages=20, max_model_len=72)
+    mighty = Request("mighty", [1] * 30, max_tokens=20, priority=-2)
+    low = Request("low", [2] * 12, max_tokens=20, priority=5)
+    loop.add(mighty, low)
+    loop.step()
+    loop.step()
+    loop.add(Request("urgent", [2] * 12 + [3] * 32, max_tokens=4, priority=-1))
+    loop.step()
+    assert low.row is not None
+    loop.run()
+
+
+def test_pages_that_those_who_give_way_share_are_room(make_loop, expect_alone):
+    loop = make_loop(num_pages=20, max_model_len=76)
+    low = [Request(f"low{index}", [2] * 20 + [index], max_tokens=20, priority=5) for index in range(2)]
+    loop.add(*low)
+    for _ in range(3):
+        loop.step()
+    assert all(request.row is not None for request in low)
+    urgent = Request("urgent", [3] * 72, max_tokens=4, priority=-1)
+    loop.add(urgent)
+    loop.step()
+    assert urgent.row is not None
+    loop.run()
+    for request in (urgent, *low):
+        assert request.output_token_ids == expect_alone(request, loop.config)
 
 
 def test_a_flood_of_one_tenant_does_not_starve_another(make_loop):

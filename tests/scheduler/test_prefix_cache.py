@@ -195,3 +195,23 @@ def test_the_longest_match_goes_first_among_equals_and_overtakes_nobody_for_ever
     loop.add(Request("urgent", [6] * 22, max_tokens=1, priority=-1))
     loop.run()
     assert list(loop.streams) == ["seen", "urgent", "hit0", "hit1", "hit2", "new", "hit3", "hit4"]
+
+
+def test_a_salt_may_be_any_string(make_loop):
+    """Also one that is not Unicode text, as JSON may hold."""
+    loop = make_loop()
+    salts = [{"cache_salt": "\ud800"}, {"cache_salt": "\ud800"}, {"cache_salt": "?"}, {"adapter_id": "\ud800"}]
+    assert run(loop, *(Request("a", PROMPT, max_tokens=1, **salt) for salt in salts)) == [0, 20, 0, 0]
+
+
+def test_one_that_comes_back_in_front_does_not_let_others_be_overtaken_more(make_loop):
+    """As after a preemption: it has been overtaken by nobody, but those behind it have."""
+    loop = make_loop(max_num_seqs=1, prefix_window=3)
+    run(loop, Request("seen", PROMPT, max_tokens=1))
+    hits = [Request(f"hit{index}", PROMPT, max_tokens=1, arrival_time=2.0) for index in range(5)]
+    loop.add(Request("new", [5] * 22, max_tokens=1, arrival_time=1.0), *hits)
+    while "hit2" not in loop.streams:
+        loop.step()
+    loop.add(Request("front", [6] * 22, max_tokens=1, arrival_time=0.0))
+    loop.run()
+    assert list(loop.streams).index("new") < list(loop.streams).index("hit3")

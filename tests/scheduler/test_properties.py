@@ -31,6 +31,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def start(self, policy, num_ahead, page_size, max_num_seqs, spare_tokens, spare_pages, **settings):
         max_wait_ms, min_batch = settings.pop("window")
+        if not settings["enable_prefix_caching"]:
+            settings["prefix_window"] = 1
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + spare_tokens,
@@ -38,7 +40,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             page_size=page_size,
             num_pages=1 + -(-MAX_MODEL_LEN // page_size) + spare_pages,
             policy=policy,
-            tenants={"limited": TenantConfig(max_running=1, max_queued=3), "heavy": TenantConfig(weight=2.0)},
+            tenants={
+                "limited": TenantConfig(max_running=1, max_queued=3),
+                "heavy": TenantConfig(weight=2.0 if policy == "fair" else 1.0),
+            },
             max_queued_requests=12,
             max_wait_ms=max_wait_ms,
             min_batch=min(min_batch, max_num_seqs) if max_wait_ms else 1,

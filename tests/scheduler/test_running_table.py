@@ -14,7 +14,7 @@ def test_a_request_gets_its_tokens_back_and_leaves_a_blank_row(make_config):
     table.num_total_tokens[row] = 4
     table.append_token(np.array([row]), np.array([42]))
     assert request.output_token_ids == [42]
-    assert table.release(row) == [5]
+    assert table.release(np.array([row])) == [[5]]
     assert (request.prompt_token_ids, request.output_token_ids) == ([1, 2, 3], [42])
     assert table.released_at[row] == table.last_release == table.clock
     table.check_integrity()
@@ -24,7 +24,8 @@ def test_a_request_gets_its_tokens_back_and_leaves_a_blank_row(make_config):
 
 def test_stop_tokens_of_a_former_owner_are_gone(make_config):
     table = RunningTable(make_config(max_num_seqs=1))
-    table.release(table.admit(Request("a", [1], max_tokens=1, stop_token_ids=(4, 5, 6, 2**31 - 1))))
+    row = table.admit(Request("a", [1], max_tokens=1, stop_token_ids=(4, 5, 6, 2**31 - 1)))
+    table.release(np.array([row]))
     table.admit(Request("b", [1], max_tokens=1, stop_token_ids=(7,)))
     assert table.may_stop(np.array([4, 5, 6, 7, 2**31 - 1])).tolist() == [False, False, False, True, False]
     table.check_integrity()
