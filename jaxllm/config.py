@@ -100,6 +100,11 @@ class EngineConfig:
             target = getattr(self, name)
             if target is not None and not (isinstance(target, int | float) and target > 0):
                 raise ConfigError(f"{name} is {target!r}; it must be a number above 0, or None for no target")
+        if self.ttft_target_ms is not None and self.tpot_target_ms is None:
+            raise ConfigError(
+                f"ttft_target_ms is {self.ttft_target_ms} without tpot_target_ms, from which it makes exceptions: "
+                "set both, or neither"
+            )
         tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
         if tokens is not None and seqs is not None and tokens < seqs:
             raise ConfigError(

@@ -55,6 +55,10 @@ class Engine:
                 f"attention_implementation is {resolved.attention_implementation!r}; it must be one of "
                 f"{', '.join(IMPLEMENTATIONS)}, or None for auto"
             )
+        if resolved.attention_implementation == "tpu" and platform != "tpu":
+            raise ConfigError(
+                f"attention_implementation is 'tpu', and there is none: JAX runs on {platform}. Leave it out"
+            )
         _use_compilation_cache(resolved)
         mesh = _make_mesh(resolved.tensor_parallel_size)
         model = Model.from_checkpoint(

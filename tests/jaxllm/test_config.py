@@ -145,3 +145,9 @@ def test_defaults_fit_what_is_given():
     assert resolved(model_max_len=2048, max_model_len=2048).max_model_len == 2048
     with pytest.raises(ConfigError, match=r"max_model_len is 2,049; the model was made for 2,048 tokens\. Lower"):
         resolved(model_max_len=2048, max_model_len=2049)
+
+
+def test_a_ttft_target_needs_a_tpot_target():
+    with pytest.raises(ConfigError, match="ttft_target_ms is 200 without tpot_target_ms"):
+        EngineConfig(model="m", ttft_target_ms=200)
+    EngineConfig(model="m", ttft_target_ms=200, tpot_target_ms=50)

@@ -115,9 +115,7 @@ def test_what_is_beyond_the_tpu_kernel_is_named_with_its_limit(change, message):
 
 def test_support_can_be_asked_for_before_there_are_arrays():
     spec = KVCacheSpec(num_pages=8, page_size=48, num_kv_heads=2, head_dim=128, dtype=jnp.dtype("bfloat16"))
-    ask = functools.partial(
-        check_support, num_heads=8, q_dtype=jnp.dtype("bfloat16"), max_seqs=4, max_pages_per_seq=16
-    )
+    ask = functools.partial(check_support, num_heads=8, q_dtype=jnp.dtype("bfloat16"), max_seqs=4, max_pages_per_seq=16)
     with pytest.raises(ValueError, match=r"page_size is 48; .*the TPU kernel takes 16, 32, 64, 128, 256"):
         ask(spec, implementation="tpu")
     ask(spec, implementation="xla")
