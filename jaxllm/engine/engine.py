@@ -56,9 +56,7 @@ class Engine:
                 f"{', '.join(IMPLEMENTATIONS)}, or None for auto"
             )
         if resolved.attention_implementation == "tpu" and platform != "tpu":
-            raise ConfigError(
-                f"attention_implementation is 'tpu', and there is none: JAX runs on {platform}. Leave it out"
-            )
+            raise ConfigError(f"attention_implementation is 'tpu' and JAX runs on {platform}: leave it out for auto")
         _use_compilation_cache(resolved)
         mesh = _make_mesh(resolved.tensor_parallel_size)
         model = Model.from_checkpoint(
