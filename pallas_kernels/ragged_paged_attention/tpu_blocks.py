@@ -28,8 +28,12 @@ MAX_DECODE_TOKENS = 256
 CHUNK_FETCH_BYTES = 2 << 20
 CHUNK_FETCH_TOKENS = 1024
 CHUNK_TOKENS = 256
-ONE_HEAD_CHUNK_TOKENS = 128  # The items of several heads hide each other's latency; of one, they should be many.
 CHUNK_ROWS = 512  # Of a tile of queries in a tile head, at most.
+# A tile of few heads is a short list of items, of which the first and the last leave the units idle: more items of
+# fewer tokens, and more queries in each.
+FEW_TILE_HEADS = 2
+FEW_HEADS_CHUNK_TOKENS = 128
+FEW_HEADS_CHUNK_ROWS = 1024
 # For the registers that the compiler spills. With libtpu 0.0.52 they were up to 1.4 MiB in decode, and up to the bytes
 # of 9 tiles of scores in chunks (both v7x, float32, 16/1 heads of 256, pages of 256).
 SPILL_BYTES = 2 << 20
@@ -72,14 +76,16 @@ def rule(layout: Layout, chip: str | None) -> Blocks:
     decode_tokens = min(_power_of_two(SCORE_REGISTERS // registers) * NUM_LANES, MAX_DECODE_TOKENS)
     fetch_bytes = V7X_DECODE_FETCH_BYTES if chip == "v7x" else DECODE_FETCH_BYTES
     decode_fetch = _power_of_two(fetch_bytes // layout.token_bytes)
-    chunk_tokens = ONE_HEAD_CHUNK_TOKENS if layout.num_tile_heads == 1 else CHUNK_TOKENS
+    chunk_tokens, chunk_rows = CHUNK_TOKENS, CHUNK_ROWS
+    if layout.num_tile_heads <= FEW_TILE_HEADS:
+        chunk_tokens, chunk_rows = FEW_HEADS_CHUNK_TOKENS, FEW_HEADS_CHUNK_ROWS
     chunk_fetch = min(_power_of_two(CHUNK_FETCH_BYTES // layout.token_bytes), CHUNK_FETCH_TOKENS)
     blocks = Blocks(
         decode_fetch=max(decode_fetch, decode_tokens, page),
         decode_tokens=decode_tokens,
         chunk_fetch=max(chunk_fetch, chunk_tokens, page),
         chunk_tokens=chunk_tokens,
-        chunk_queries=max(_power_of_two(CHUNK_ROWS // layout.rows_per_token), _least_queries(layout)),
+        chunk_queries=max(_power_of_two(chunk_rows // layout.rows_per_token), _least_queries(layout)),
     )
     while vmem_bytes(layout, blocks) > capacity // 2:
         # Decode's fetches last, since the memory is what decode waits for.
