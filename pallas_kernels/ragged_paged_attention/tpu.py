@@ -146,7 +146,8 @@ def ragged_paged_attention(
         new=layout.new_rows(tiles),
         decode_sinks=None if sinks_N is None else _decode_sinks(layout, sinks_N),
         chunk_sinks=None if sinks_N is None or decode_only else _chunk_sinks(layout, blocks, sinks_N),
-        pages=kv_pages,
+        # A cache that is small enough would be copied to VMEM and back.
+        pages=pltpu.with_memory_space_constraint(kv_pages, pltpu.HBM),
     )
     out, kv_pages = _call(layout, attention, blocks, rows, arrays)
 
