@@ -59,12 +59,9 @@ class ChunkScratch(NamedTuple):
     total: Ref  # float32 [tile heads + 1, 1, rows]
     acc: Ref  # float32 [tile heads + 1, lanes, rows]
     # Between the stages, for every other item each.
-    scores_0: Ref  # float32 [keys, rows]
-    scores_1: Ref
-    weights_0: Ref  # [keys, rows]
-    weights_1: Ref
-    decay_0: Ref  # float32 [1, rows]
-    decay_1: Ref
+    scores: tuple[Ref, Ref]  # float32 [keys, rows]
+    weights: tuple[Ref, Ref]  # [keys, rows]
+    decay: tuple[Ref, Ref]  # float32 [1, rows]
 
     @classmethod
     def shapes(cls, layout: Layout, num_queries: int, num_tokens: int) -> "ChunkScratch":
@@ -88,7 +85,7 @@ class ChunkScratch(NamedTuple):
             running,
             running,
             pltpu.VMEM((heads + 1, layout.lanes, num_rows), jnp.float32),
-            *(scores, scores, weights, weights, decay, decay),
+            *((scores, scores), (weights, weights), (decay, decay)),
         )
 
 
@@ -176,7 +173,10 @@ class Chunks:
     def _new_positions(self, row: Array) -> tuple[Array, Array]:
         """The positions `start : end` of a row's new tokens."""
         end = self.kv_lens[row]
-        return end - (self.cu_q_lens[row + 1] - self.cu_q_lens[row]), end
+        return end - self._q_len(row), end
+
+    def _q_len(self, row: Array) -> Array:
+        return self.cu_q_lens[row + 1] - self.cu_q_lens[row]
 
     def _page_slots(self, row: Array, p: Array) -> tuple[Array, Array, Array, Array]:
         """The slots `start : end` of a page that get new tokens, and the whole groups `low : high` that hold them."""
@@ -283,7 +283,7 @@ class Chunks:
             self._wait_out(slot)
 
     def _num_tiles(self, row: Array) -> Array:
-        return (self.cu_q_lens[row + 1] - self.cu_q_lens[row] + self.num_queries - 1) // self.num_queries
+        return (self._q_len(row) + self.num_queries - 1) // self.num_queries
 
     def _pages(self, row: Array, t: Array | int) -> tuple[Array, Array]:
         """The pages that a tile sees: the first, and the one after the last."""
@@ -293,8 +293,7 @@ class Chunks:
         return self.attention.first_visible(start) // self.layout.page_size, last // self.layout.page_size + 1
 
     def _num_queries(self, row: Array, t: Array | int) -> Array:
-        q_len = self.cu_q_lens[row + 1] - self.cu_q_lens[row]
-        return jnp.minimum(q_len - t * self.num_queries, self.num_queries)
+        return jnp.minimum(self._q_len(row) - t * self.num_queries, self.num_queries)
 
     def _copy_q(self, row: Array, t: Array | int, slot: Array | int) -> Any:
         num_queries = self._num_queries(row, t)
@@ -433,11 +432,11 @@ class Chunks:
         scratch = self.scratch
         head = jnp.minimum(item.head, self.layout.num_tile_heads - 1)
         keys = self.blocks.tile(item.slot, head, item.start, self.num_tokens).astype(self.layout.dot_dtype)
-        (scratch.scores_0, scratch.scores_1)[buffer][...] = dot(keys, scratch.q[head], (1, 1))
+        scratch.scores[buffer][...] = dot(keys, scratch.q[head], (1, 1))
 
     def _softmax(self, item: Item, buffer: int, span: Span, *, masked: bool) -> None:
         layout, scratch, h = self.layout, self.scratch, item.head
-        logits = self.attention.logits((scratch.scores_0, scratch.scores_1)[buffer][...])
+        logits = self.attention.logits(scratch.scores[buffer][...])
         if masked:
             # The last key that each query sees, counted from the item's first: one row for all keys.
             row = lax.broadcasted_iota(jnp.int32, (1, logits.shape[1]), 1)
@@ -453,16 +452,16 @@ class Chunks:
         decay, weights = jnp.exp2(old_max - new_max), jnp.exp2(logits - new_max)
         scratch.max[h] = new_max
         scratch.total[h] = scratch.total[h] * decay + jnp.sum(weights, axis=0, keepdims=True)
-        (scratch.decay_0, scratch.decay_1)[buffer][...] = decay
-        (scratch.weights_0, scratch.weights_1)[buffer][...] = weights.astype(layout.dot_dtype)
+        scratch.decay[buffer][...] = decay
+        scratch.weights[buffer][...] = weights.astype(layout.dot_dtype)
 
     def _add_values(self, item: Item, buffer: int, span: Span, *, masked: bool) -> None:
         scratch, h = self.scratch, item.head
         tile = self.layout.value_tile(jnp.minimum(h, self.layout.num_tile_heads - 1))
         num_valid = span.end - item.key if masked else None
         values = self.blocks.values(item.slot, tile, item.start, self.num_tokens, num_valid)
-        new = dot(values, (scratch.weights_0, scratch.weights_1)[buffer][...], (0, 0))
-        scratch.acc[h] = scratch.acc[h] * (scratch.decay_0, scratch.decay_1)[buffer][...] + new
+        new = dot(values, scratch.weights[buffer][...], (0, 0))
+        scratch.acc[h] = scratch.acc[h] * scratch.decay[buffer][...] + new
 
     def _finish(self, row: Array, t: Array, slot: Array) -> None:
         """Sends the output of a tile, and makes ready for the sums of the next."""
