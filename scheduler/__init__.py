@@ -8,6 +8,7 @@ To read in this order: `request` (what a client asked for), `scheduler` (its lif
 from jaxllm.scheduler.buckets import Bucket, declare_buckets, pick
 from jaxllm.scheduler.config import SchedulerConfig, TenantConfig
 from jaxllm.scheduler.errors import RequestRefusedError, SchedulerBusyError, SchedulerConfigError
+from jaxllm.scheduler.page_moves import PageMoves
 from jaxllm.scheduler.request import Request, RequestStatus, SamplingRow
 from jaxllm.scheduler.running_table import RunningTable
 from jaxllm.scheduler.scheduler import Scheduler
@@ -18,6 +19,7 @@ from jaxllm.scheduler.step_plan import StepOutput, StepPlan
 __all__ = [
     "Bucket",
     "Field",
+    "PageMoves",
     "Request",
     "RequestRefusedError",
     "RequestStatus",

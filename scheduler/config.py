@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from jaxllm.scheduler.errors import SchedulerConfigError
 
 POLICIES = ("priority", "fcfs", "fair")
+RETURNS = ("auto", "copy", "recompute")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,13 @@ class SchedulerConfig:
     ttft_target_ms: a prompt that has waited so long for its first token is read at full speed, whatever
         `tpot_target_ms` says.
     min_chunk_tokens: the smallest chunk that `tpot_target_ms` may shrink to, so that each prompt gets on.
+    num_host_pages: pages of the host's memory, where content goes whose page of the device is handed out again, and
+        from where it comes back when a request needs it. 0 is off.
+    return_by: how what lies there comes back: "copy", "recompute" (it stays where it is, which shows what the
+        copies are worth), or "auto", what is estimated to take less time.
+    max_saving_pages, max_loading_pages: pages on their way to the host, and back, at once. Content beyond the
+        former is lost; a request beyond the latter waits, unless nothing else is on its way.
+    prefetch_window: the pages of so many requests at the head of the line are brought back while all rows are taken.
     step_sizes: the padded numbers of tokens of a step (mixed steps), for the estimate of its time; may be empty.
     """
 
@@ -75,6 +83,11 @@ class SchedulerConfig:
     tpot_target_ms: float | None = None
     ttft_target_ms: float | None = None
     min_chunk_tokens: int = 16
+    num_host_pages: int = 0
+    return_by: str = "auto"
+    max_saving_pages: int = 256
+    max_loading_pages: int = 256
+    prefetch_window: int = 4
     step_sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -90,6 +103,10 @@ class SchedulerConfig:
             "max_wait_ms": 0,
             "min_batch": 1,
             "min_chunk_tokens": 1,
+            "num_host_pages": 0,
+            "max_saving_pages": 1,
+            "max_loading_pages": 1,
+            "prefetch_window": 0,
         }
         for name, minimum in minimums.items():
             value = getattr(self, name)
@@ -102,6 +119,13 @@ class SchedulerConfig:
                 raise SchedulerConfigError(f"{name} is {value:,}; it must be above 0, or None for no target")
         if self.policy not in POLICIES:
             raise SchedulerConfigError(f"policy is {self.policy!r}; it must be one of {', '.join(POLICIES)}")
+        if self.return_by not in RETURNS:
+            raise SchedulerConfigError(f"return_by is {self.return_by!r}; it must be one of {', '.join(RETURNS)}")
+        if self.num_host_pages and not self.enable_prefix_caching:
+            raise SchedulerConfigError(
+                f"num_host_pages is {self.num_host_pages:,} and enable_prefix_caching is False: pages on the host are "
+                "found by the prefix cache. Enable prefix caching, or leave num_host_pages at 0."
+            )
         if self.ttft_target_ms is not None and self.tpot_target_ms is None:
             raise SchedulerConfigError(
                 f"ttft_target_ms is {self.ttft_target_ms} and tpot_target_ms is None: prompts are read at full speed "

@@ -17,6 +17,9 @@ class InFlight:
         self._plans: deque[StepPlan] = deque()
         self._awaited: dict[tuple[int, int], Request] = {}  # by the plan's clock and the row
 
+    def __len__(self) -> int:
+        return len(self._plans)
+
     def push(self, plan: StepPlan) -> None:
         self._plans.append(plan)
 

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxllm.scheduler.config import SchedulerConfig
+from jaxllm.scheduler.page_loads import PageLoads
 from jaxllm.scheduler.page_pool import PagePool
+from jaxllm.scheduler.page_tiers import PageTiers
 from jaxllm.scheduler.prefix_cache import PrefixCache
 from jaxllm.scheduler.request import Request
 from jaxllm.scheduler.running_table import RunningTable
@@ -16,7 +18,9 @@ class KVPages:
 
     def __init__(self, config: SchedulerConfig, table: RunningTable) -> None:
         self.cache = PrefixCache(config.page_size, config.enable_prefix_caching)
-        self.pool = PagePool(config.num_pages, self.cache)
+        self.tiers = PageTiers(config.num_host_pages, config.max_saving_pages)
+        self.pool = PagePool(config.num_pages, self.cache, self.tiers)
+        self.loads = PageLoads(self.pool, self.cache, self.tiers)
         self._page_size = config.page_size
         self._table = table
         self._coming: set[bytes] = set()  # keys of pages that a row will have computed soon
@@ -31,8 +35,8 @@ class KVPages:
             self.cache.keys(request)
 
     def begin_admissions(self, reading_row: int | None) -> None:
-        """Makes known what launched steps have computed, and what the row amid its prompt is going to
-        compute."""
+        """Makes known what launched steps have computed, and what the row amid its prompt is going to compute or
+        comes from the host."""
         self._coming.clear()
         if not self.cache.is_enabled:
             return
@@ -41,6 +45,7 @@ class KVPages:
         rows = (num_full_R > table.num_registered_pages).nonzero()[0]
         if rows.size:
             self._register(rows, num_full_R[rows])
+        self._coming.update(self.loads.coming_keys)
         if reading_row is not None and table.requests[reading_row] is not None:
             self._expect(table.requests[reading_row], table.num_registered_pages.item(reading_row))
 
@@ -52,6 +57,18 @@ class KVPages:
         if self._coming and len(pages) < (request.num_tokens - 1) // self._page_size:
             return None if request.page_keys[len(pages)] in self._coming else pages
         return pages
+
+    def slots_behind(self, request: Request, shared_pages: Sequence[int]) -> list[int]:
+        """Where the host has the pages of the request that follow those it would share."""
+        if not len(self.tiers) or not self.cache.serves(request):
+            return []
+        most = (request.num_tokens - 1) // self._page_size
+        return self.tiers.find(request.page_keys[len(shared_pages) : most])
+
+    def begin_load(self, request: Request, shared_pages: Sequence[int], slots: Sequence[int]) -> None:
+        """Begins to bring back what the host has, behind the shared pages. Those who begin alike wait for it too."""
+        self.loads.begin(request, shared_pages, slots)
+        self._coming.update(request.page_keys[len(shared_pages) : len(shared_pages) + len(slots)])
 
     def num_missing(self, request: Request, shared_pages: Sequence[int]) -> int:
         """Free pages that the request takes up when it is admitted, for all its tokens."""
@@ -95,6 +112,7 @@ class KVPages:
         if not is_sound:
             pages = table.page_table[rows]
             self.pool.forget_cached(pages[pages > 0].tolist())
+            self.tiers.forget(key for request in table.requests_of(rows) for key in request.page_keys)
         elif self.cache.is_enabled:
             num_full_M = table.num_full_pages(rows)
             is_more_M = num_full_M > table.num_registered_pages[rows]
@@ -107,6 +125,11 @@ class KVPages:
         """Pages other than `kept_pages` that are free when these rows give up their own."""
         pages = self._table.page_table[rows]
         return self.pool.num_freed(pages[pages > 0].tolist(), kept_pages)
+
+    def forget_all(self) -> None:
+        """Nothing that was computed is found any more, on the device or on the host."""
+        self.pool.forget_cached()
+        self.tiers.forget()
 
     def _register(self, rows: np.ndarray, num_full_pages: np.ndarray) -> None:
         """Makes known the first pages of these rows (int[M], distinct), so many (int[M]) each."""
@@ -125,4 +148,6 @@ class KVPages:
 
     def check_integrity(self) -> None:
         """Asserts that each page is owned by whom the page table says. For tests."""
-        self.pool.check_integrity(self._table.owned_pages)
+        self.pool.check_integrity([*self._table.owned_pages, *self.loads.owned_pages])
+        self.loads.check_integrity()
+        self.tiers.check_integrity()

@@ -43,9 +43,14 @@ class Pacing:
         least = self._step_time.padded(num_other_tokens + config.min_chunk_tokens)
         return min(budget, max(most, least) - num_other_tokens)
 
+    def seconds_to_compute(self, num_tokens: int) -> float | None:
+        """What so many tokens of a prompt take beyond what the steps that they run in take anyway; None before a few
+        steps have run."""
+        return self._step_time.seconds_of_tokens(num_tokens)
+
     def note_result(self, plan: StepPlan, now: float) -> None:
         """The result of a plan has come. The step began when it was planned, or when the one before it ended."""
-        if self._config.tpot_target_ms is None:
+        if self._config.tpot_target_ms is None and not self._config.num_host_pages:
             return
         num_kv_tokens = int(plan.num_computed_tokens.sum()) + plan.num_tokens
         seconds = now - max(plan.time, self._last_result_time)

@@ -31,6 +31,10 @@ class PrefixCache:
     def pages(self) -> list[int]:
         return list(self._key_of)
 
+    def key_of(self, page: int) -> bytes:
+        """The key of a page that is known."""
+        return self._key_of[page]
+
     def serves(self, request: Request) -> bool:
         """Whether the request shares pages with others."""
         return self.is_enabled and request.use_prefix_cache

@@ -20,13 +20,15 @@ _NO_TOKENS = np.zeros(0, np.int32)
 class RequestStatus(enum.Enum):
     """Where a request is. Only these moves exist:
 
-    WAITING_FOR_INPUT ──► WAITING ──► PREFILLING ──► DECODING      any of the five ──► one of FINISHED_*
-                                         ▲  └───► PREEMPTED ◄──┘
-                                         └────────────┘
+    WAITING_FOR_INPUT ──► WAITING ──► PREFILLING ──► DECODING      any of the six ──► one of FINISHED_*
+                             ▲           ▲  └───► PREEMPTED ◄──┘
+                             │           └────────────┘ ▲
+                             └────► WAITING_FOR_PAGES ◄─┘
     """
 
     WAITING_FOR_INPUT = "waiting_for_input"  # in line, until who prepares its input says that it is ready
     WAITING = "waiting"  # for a row, for pages, or for room in the token budget
+    WAITING_FOR_PAGES = "waiting_for_pages"  # some of its pages are on their way from the host
     PREFILLING = "prefilling"  # running, more than one known token from having caught up
     DECODING = "decoding"  # running, one token a step
     PREEMPTED = "preempted"  # gave its pages to a more urgent request; waits to compute its tokens again
@@ -50,10 +52,11 @@ class RequestStatus(enum.Enum):
 _FINISHED = frozenset(status for status in RequestStatus if status.name.startswith("FINISHED_"))
 _MOVES = {
     RequestStatus.WAITING_FOR_INPUT: {RequestStatus.WAITING, *_FINISHED},
-    RequestStatus.WAITING: {RequestStatus.PREFILLING, *_FINISHED},
+    RequestStatus.WAITING: {RequestStatus.PREFILLING, RequestStatus.WAITING_FOR_PAGES, *_FINISHED},
+    RequestStatus.WAITING_FOR_PAGES: {RequestStatus.WAITING, RequestStatus.PREEMPTED, *_FINISHED},
     RequestStatus.PREFILLING: {RequestStatus.DECODING, RequestStatus.PREEMPTED, *_FINISHED},
     RequestStatus.DECODING: {RequestStatus.PREEMPTED, *_FINISHED},
-    RequestStatus.PREEMPTED: {RequestStatus.PREFILLING, *_FINISHED},
+    RequestStatus.PREEMPTED: {RequestStatus.PREFILLING, RequestStatus.WAITING_FOR_PAGES, *_FINISHED},
 }
 
 
@@ -67,7 +70,8 @@ class SamplingRow:
     min_p: drop tokens less likely than this fraction of the likeliest one, in [0, 1]; 0 is off.
     seed: uint32. The same seed at the same position draws the same number, so that a token that is sampled a
         second time after a preemption comes out the same.
-    bits: int32[5], the settings in this order, floats and the seed bit-cast.
+    wants_logprobs: whether each token is to come with log-probabilities.
+    bits: int32[6], the settings in this order, floats and the seed bit-cast.
     """
 
     temperature: float = 0.0
@@ -75,6 +79,7 @@ class SamplingRow:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    wants_logprobs: bool = False
     bits: np.ndarray = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -88,7 +93,8 @@ class SamplingRow:
             if not is_allowed:
                 raise RequestRefusedError(f"{name} is {getattr(self, name)}; it must be {allowed}")
 
-        packed = struct.pack("=fiffI", self.temperature, self.top_k, self.top_p, self.min_p, self.seed)
+        settings = (self.temperature, self.top_k, self.top_p, self.min_p, self.seed, self.wants_logprobs)
+        packed = struct.pack("=fiffIi", *settings)
         object.__setattr__(self, "bits", np.frombuffer(packed, np.int32))
 
 
@@ -172,6 +178,7 @@ class Request:
         self.page_keys: list[bytes] = []  # of its first full pages, as far as `PrefixCache.keys` was asked
         self.num_times_overtaken = 0  # by requests behind it that found more in the cache
         self.num_given_up_tokens = 0  # computed before its last preemption
+        self.has_started = False  # whether it has had a row
         self.num_awaited_plans = 0  # in flight, which sample for it, although it was preempted since
         self._token_ids = _int32_token_ids(request_id, "prompt_token_ids", prompt_token_ids)
         self.num_prompt_tokens = len(self._token_ids)
@@ -195,11 +202,6 @@ class Request:
         if self._table is not None and self._table.is_decoding(self._row):
             return RequestStatus.DECODING
         return self._status
-
-    @property
-    def has_started(self) -> bool:
-        """Whether it has had a row."""
-        return self._status not in (RequestStatus.WAITING, RequestStatus.WAITING_FOR_INPUT)
 
     @property
     def row(self) -> int | None:
@@ -232,6 +234,7 @@ class Request:
     def attach(self, table: "RunningTable", row: int) -> None:
         """Hands the tokens over to a row of the running table."""
         self.move_to(RequestStatus.PREFILLING)
+        self.has_started = True
         self._table, self._row = table, row
         self._token_ids = _NO_TOKENS
 

@@ -39,7 +39,7 @@ class RunningTable:
     num_pages: int32[R].
     num_slots: int32[R], tokens that the pages hold.
     num_registered_pages: int32[R], of the first pages: those that the prefix cache was told of.
-    sampling: int32[5, R], the bits of the `SamplingRow`, one field after the other.
+    sampling: int32[6, R], the bits of the `SamplingRow`, one field after the other.
     tenant: int64[R], the tenant's number.
     priority: int64[R]; the least there is for a free row.
     released_at: int64[R], the `clock` at which a request left the row last.
@@ -60,7 +60,7 @@ class RunningTable:
         self.num_pages, self.num_slots, self.num_registered_pages, self.num_draft_tokens = self._counters[4:]
         self.is_verifying = np.zeros(num_rows, bool)
         self.page_table = np.zeros((num_rows, config.max_pages_per_seq), np.int32)
-        self.sampling = np.zeros((5, num_rows), np.int32)
+        self.sampling = np.zeros((6, num_rows), np.int32)
         self.tenant = np.zeros(num_rows, np.int64)
         self.priority = np.full(num_rows, _NO_PRIORITY)
         self.released_at = np.full(num_rows, -1, np.int64)

@@ -9,6 +9,7 @@ import numpy as np
 from jaxllm.scheduler.config import SchedulerConfig
 from jaxllm.scheduler.deadlines import Deadlines
 from jaxllm.scheduler.errors import RequestRefusedError
+from jaxllm.scheduler.page_moves import PageMoves
 from jaxllm.scheduler.policy import make_policy
 from jaxllm.scheduler.refusals import refuse_if_full, refuse_if_unservable
 from jaxllm.scheduler.request import Request, RequestStatus
@@ -28,6 +29,7 @@ class Scheduler:
 
         expired = scheduler.expire()            # requests whose time is over
         plan = scheduler.schedule()             # None if nothing can run now
+        moves = scheduler.take_page_moves()     # copies to begin before the step, and without one
         batch = StepBatch.build(plan, scheduler.table, bucket)
         handle = runner.launch(batch)
         output = scheduler.update(previous_plan, previous_handle.result())
@@ -70,7 +72,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests without a row, preempted ones included."""
-        return len(self._waiting) + len(self._preparing)
+        return len(self._waiting) + len(self._preparing) + len(self._planner.pages.loads)
 
     def add_request(self, request: Request) -> None:
         """Queues a request.
@@ -85,8 +87,7 @@ class Scheduler:
             )
         now = self._clock()
         refuse_if_unservable(request, self.config)
-        num_queued_tokens = self._waiting.num_tokens + self._num_preparing_tokens
-        refuse_if_full(request, self.config, self.num_waiting, num_queued_tokens)
+        refuse_if_full(request, self.config, self.num_waiting, self._num_queued_tokens)
         self._tenants.refuse_over_quota(request, now)
         self._planner.pages.prepare(request)
         self._tenants.enter(request)
@@ -156,6 +157,34 @@ class Scheduler:
         """
         return self._planner.plan(self._clock())
 
+    def take_page_moves(self) -> PageMoves:
+        """After each `schedule`: the copies between device and host that are to begin before its step is launched.
+
+        What comes of them is told to `pages_saved`, `pages_loaded` and `load_failed` between steps.
+        """
+        return PageMoves(self._planner.pages.tiers.take_saves(), self._planner.pages.loads.take_begun())
+
+    def pages_saved(self, slots: Sequence[int], *, is_sound: bool) -> None:
+        """Copies to these slots of the host were made, or failed."""
+        self._planner.pages.tiers.end_save(slots, is_sound=is_sound)
+
+    def pages_loaded(self, ticket: int, num_pages: int, seconds: float) -> list[int]:
+        """The next `num_pages` pages of a load are ready to be written, after so many seconds.
+
+        Returns the pages of the device to write them to before anything else is launched; none if they are not wanted
+        any more.
+        """
+        return self._planner.returns.take_in(ticket, num_pages, seconds)
+
+    def load_failed(self, ticket: int) -> None:
+        """What is still to come of a load cannot be read. Its request computes it again."""
+        self._planner.returns.fail(ticket)
+
+    @property
+    def is_waiting_for_pages(self) -> bool:
+        """Whether some request waits for pages from the host."""
+        return bool(len(self._planner.pages.loads))
+
     @property
     def wait_s(self) -> float:
         """After `schedule` gave None with nothing in flight: seconds until the merge window ends, 0 without one.
@@ -204,35 +233,48 @@ class Scheduler:
         """Makes the prefix cache forget all, as when the weights have changed.
 
         While requests run it refuses and returns False; with `force` it preempts them, in order, and what they
-        compute again comes from new weights only.
+        compute again comes from new weights only. What is on its way from the host is not wanted any more.
         """
         if self.num_running and not force:
             return False
         for request in self.table.running_requests:
             self._planner.preempt(request)
-        self._planner.pages.pool.forget_cached()
+        for request in self._planner.pages.loads.requests:
+            self._planner.returns.give_up(request)
+        self._planner.pages.forget_all()
         return True
 
     def stats(self) -> SchedulerStats:
         """A snapshot for operators, at a cost that does not depend on the load."""
         table, planner = self.table, self._planner
-        pool, cache, num_preempted = planner.pages.pool, planner.pages.cache, planner.num_preempted
+        pool, cache, tiers, loads = planner.pages.pool, planner.pages.cache, planner.pages.tiers, planner.pages.loads
+        num_preempted = self._waiting.num_preempted
         num_prefilling = int(np.count_nonzero(table.num_total_tokens - table.num_computed_tokens > 1))
         num_requests = {status: self._num_finished[status] for status in RequestStatus} | {
             RequestStatus.WAITING_FOR_INPUT: len(self._preparing),
             RequestStatus.WAITING: len(self._waiting) - num_preempted,
+            RequestStatus.WAITING_FOR_PAGES: len(loads),
             RequestStatus.PREFILLING: num_prefilling,
             RequestStatus.DECODING: self.num_running - num_prefilling,
             RequestStatus.PREEMPTED: num_preempted,
         }
-        oldest = self._waiting.oldest_arrival_time
+        arrivals = [request.arrival_time for request in loads.requests]
+        if (oldest := self._waiting.oldest_arrival_time) is not None:
+            arrivals.append(oldest)
         return SchedulerStats(
             num_requests=num_requests,
-            num_queued_tokens=self._waiting.num_tokens + self._num_preparing_tokens,
-            queue_age_s=0.0 if oldest is None else max(0.0, self._clock() - oldest),
+            num_queued_tokens=self._num_queued_tokens,
+            queue_age_s=max(0.0, self._clock() - min(arrivals)) if arrivals else 0.0,
             num_free_pages=pool.num_free_pages,
             num_used_pages=pool.num_pages - 1 - pool.num_free_pages,
             num_cached_pages=pool.num_cached_pages,
+            num_host_pages=len(tiers),
+            num_saved_pages=tiers.num_saved_pages,
+            num_loaded_pages=loads.num_loaded_pages,
+            num_lost_pages=tiers.num_lost_pages,
+            num_failed_pages=tiers.num_failed_pages,
+            num_stalls=planner.num_stalls,
+            stall_s=planner.stall_s,
             num_preemptions=planner.num_preemptions,
             num_recomputed_tokens=planner.num_recomputed_tokens,
             num_prefix_query_tokens=cache.num_queried_tokens,
@@ -245,9 +287,11 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Asserts that no page, row, token or request is lost or owned twice. Slow; for tests."""
         running, waiting = self.table.running_requests, list(self._waiting)
-        everybody = [*running, *waiting, *self._preparing.values()]
+        loading = self._planner.pages.loads.requests
+        everybody = [*running, *waiting, *loading, *self._preparing.values()]
         assert sorted(map(id, everybody)) == sorted(map(id, self._requests.values()))
         assert {request.status for request in waiting} <= {RequestStatus.WAITING, RequestStatus.PREEMPTED}
+        assert {request.status for request in loading} <= {RequestStatus.WAITING_FOR_PAGES}
         assert self._num_preparing_tokens == sum(request.num_tokens for request in self._preparing.values())
         self._waiting.check_integrity()
         self._planner.check_integrity()
@@ -255,6 +299,11 @@ class Scheduler:
             own = [request for request in everybody if request.tenant == account.name]
             assert account.num_unfinished == len(own)
             assert account.num_running == sum(request.row is not None for request in own)
+
+    @property
+    def _num_queued_tokens(self) -> int:
+        num_loading = sum(request.num_tokens for request in self._planner.pages.loads.requests)
+        return self._waiting.num_tokens + self._num_preparing_tokens + num_loading
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
         if request.row is not None:

@@ -59,8 +59,13 @@ class SchedulerStats:
     num_requests: by status, an entry for each. Those of FINISHED_* count since the start, the others now.
     num_queued_tokens: of the requests that wait.
     queue_age_s: since the arrival of the oldest request that waits; 0 if none does.
-    num_free_pages, num_used_pages: of the KV cache, without the null page. Used ones belong to running requests.
+    num_free_pages, num_used_pages: of the KV cache, without the null page. Used ones belong to requests that run, or
+        that wait for the rest of their pages to come from the host.
     num_cached_pages: those of the free pages whose content a request may still find.
+    num_host_pages: of the host's memory that hold content.
+    num_saved_pages, num_loaded_pages, num_lost_pages, num_failed_pages: copied to the host and back, given up, and
+        those whose copy failed, since the start.
+    num_stalls, stall_s: how often and for how long the device had nothing to do because pages were on their way.
     num_preemptions: since the start.
     num_recomputed_tokens: tokens that preempted requests had to compute again, since the start. What they found in
         the prefix cache is not among them.
@@ -76,6 +81,13 @@ class SchedulerStats:
     num_free_pages: int
     num_used_pages: int
     num_cached_pages: int
+    num_host_pages: int
+    num_saved_pages: int
+    num_loaded_pages: int
+    num_lost_pages: int
+    num_failed_pages: int
+    num_stalls: int
+    stall_s: float
     num_preemptions: int
     num_recomputed_tokens: int
     num_prefix_query_tokens: int

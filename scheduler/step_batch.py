@@ -55,6 +55,7 @@ def fields(bucket: Bucket, max_pages_per_seq: int) -> Mapping[str, Field]:
         "top_p": ((S,), _FLOAT32),
         "min_p": ((S,), _FLOAT32),
         "seed": ((S,), _INT32),
+        "wants_logprobs": ((S,), _INT32),
         "num_seqs": ((1,), _INT32),
     }
     layout, offset = {}, 0
@@ -82,6 +83,7 @@ class StepBatch:
     num_draft_tokens: int32[S], how many of the row's last tokens are drafts to verify; 0 for padding.
     temperature, top_p, min_p: float32[S]; top_k: int32[S]. See `SamplingRow`; greedy for padding.
     seed: int32[S], the bits of a uint32.
+    wants_logprobs: int32[S], 1 if the row's token is to come with log-probabilities, else 0.
     num_seqs: int32[1], the number of rows that are not padding.
     """
 
@@ -146,7 +148,7 @@ class StepBatch:
         buffer[at.from_device : at.from_device + num_seqs] = plan.from_device
         if plan.num_draft_tokens is not None:
             buffer[at.num_draft_tokens : at.num_draft_tokens + num_seqs] = plan.num_draft_tokens
-        sampling = buffer[at.sampling : at.sampling + 5 * S].reshape(5, S)
+        sampling = buffer[at.sampling : at.sampling + 6 * S].reshape(6, S)
         sampling[:, :num_seqs] = table.sampling.take(rows, axis=1)
         sampling[_TOP_P, num_seqs:] = _ONE
         buffer[at.num_seqs] = num_seqs
@@ -154,7 +156,7 @@ class StepBatch:
 
 
 class _Offsets(NamedTuple):
-    """Where the fields begin. `sampling` are the five from temperature to seed, which follow each other."""
+    """Where the fields begin. `sampling` are the six from temperature to wants_logprobs, which follow each other."""
 
     token_ids: int
     positions: int

@@ -10,6 +10,7 @@ from jaxllm.scheduler.config import SchedulerConfig
 from jaxllm.scheduler.in_flight import InFlight
 from jaxllm.scheduler.kv_pages import KVPages
 from jaxllm.scheduler.pacing import Pacing
+from jaxllm.scheduler.page_returns import PageReturns
 from jaxllm.scheduler.policy import Policy
 from jaxllm.scheduler.request import Request, RequestStatus
 from jaxllm.scheduler.running_table import RunningTable
@@ -27,9 +28,9 @@ class StepPlanner:
     There is one rule. Each running request has tokens that are known and tokens whose keys and values are
     computed; each step lets it catch up by some number of tokens, within one token budget. A prompt catches
     up in chunks, a decoding request by its one new token, one with drafts by all of them, and a preempted request
-    starts again from what the prefix cache still has. Rows that want one token are served first, then drafts, then
-    the row in the middle of its prompt, then the waiting requests, in the order of the policy. When pages run out,
-    the row that is last in that order gives up its own.
+    starts again from what the prefix cache still has, on the device or, after a copy, on the host. Rows that want one
+    token are served first, then drafts, then the row in the middle of its prompt, then the waiting requests, in the
+    order of the policy. When pages run out, the row that is last in that order gives up its own.
 
     Within a step, `scheduled_R` (int32[R]) is what each row is to compute.
     """
@@ -47,7 +48,7 @@ class StepPlanner:
         self.pages = KVPages(config, table)
         self.pacing = Pacing(config)
         self.in_flight = InFlight(table)
-        self.num_preempted = 0  # now
+        self.returns = PageReturns(config, self.pages, waiting, self.pacing)
         self.num_preemptions = 0  # since the start
         self.num_recomputed_tokens = 0
         self._policy = policy
@@ -60,6 +61,9 @@ class StepPlanner:
         self._last_plan: StepPlan | None = None
         self._mixed_steps = StepTokens()
         self._num_other_tokens = 0  # of the steps of decodes only
+        self._stalled_since: float | None = None
+        self.num_stalls = 0  # since the start
+        self.stall_s = 0.0
 
     @property
     def num_running(self) -> int:
@@ -99,8 +103,14 @@ class StepPlanner:
                 left = self._read_on(reading_row, scheduled_R, budget, may_admit)
             if may_admit:
                 left = self._admit(scheduled_R, left, reading_row)
+                if len(self.pages.tiers) and not self.table.num_free_rows:
+                    self.pages.begin_admissions(reading_row)
+                    self.returns.prefetch(self.num_running, self._first_waiting)
             is_mixed = is_mixed or left < budget
-        return self._commit(scheduled_R, is_mixed, now)
+        plan = self._commit(scheduled_R, is_mixed, now)
+        if self.config.num_host_pages:
+            self._note_stall(plan, now)
+        return plan
 
     def propose(self, request: Request, token_ids: Sequence[int]) -> None:
         """Drafts of the next tokens of a request, for the next step to verify."""
@@ -127,7 +137,6 @@ class StepPlanner:
         request.num_given_up_tokens = min(int(self.table.num_computed_tokens[row]), request.num_tokens)
         self.leave_rows([request])
         request.move_to(RequestStatus.PREEMPTED)
-        self.num_preempted += 1
         self._waiting.push(request)
 
     def leave_rows(self, requests: Sequence[Request], *, is_sound: bool = True) -> None:
@@ -140,9 +149,11 @@ class StepPlanner:
             self._tenants.stop(request)
 
     def leave_queue(self, request: Request) -> None:
-        """Takes a request that waits out of the queue."""
-        self._waiting.remove(request)
-        self.num_preempted -= request.status is RequestStatus.PREEMPTED
+        """Takes out a request that waits, in the queue or for its pages."""
+        if request in self.pages.loads:
+            self.pages.loads.end(request)
+        else:
+            self._waiting.remove(request)
 
     def accept(self, row: int, token_ids: Sequence[int], num_computed_tokens: int) -> None:
         """What came of a row's drafts: its new tokens, behind those that were computed before the step."""
@@ -156,14 +167,14 @@ class StepPlanner:
         self.in_flight.check_integrity()
         rows = np.flatnonzero(self.table.num_wanted_tokens() > 1).tolist()
         assert rows in ([], [self._prompt_row]), "a row amid its prompt that nobody reads on"
-        assert self.num_preempted == sum(request.status is RequestStatus.PREEMPTED for request in self._waiting)
 
     # The parts of `plan`, in order.
 
     def _give_pages_to_decodes(self, scheduled_R: np.ndarray) -> bool:
-        """Gives a page to each one-token row that has filled its own. Preempts until there are enough pages.
+        """Gives a page to each one-token row that has filled its own. Preempts until there are enough pages, or takes
+        them from a request that waits for its own to come from the host.
 
-        Returns whether it had to preempt.
+        Returns whether it had to.
         """
         table = self.table
         rows = (table.num_computed_tokens + scheduled_R > table.num_slots).nonzero()[0]
@@ -173,7 +184,11 @@ class StepPlanner:
             return False
         has_preempted = rows.size > self.pages.num_free_pages
         while rows.size > self.pages.num_free_pages:
-            self.preempt(max(table.running_requests, key=self._policy.rank), scheduled_R)
+            last = max([*table.running_requests, *self.pages.loads.requests], key=self._policy.rank)
+            if last in self.pages.loads:
+                self.returns.give_up(last)
+            else:
+                self.preempt(last, scheduled_R)
             rows = rows[scheduled_R[rows] == 1]
         self.pages.grow_by_one(rows)
         return has_preempted
@@ -247,8 +262,9 @@ class StepPlanner:
     def _admit(self, scheduled_R: np.ndarray, budget: int, reading_row: int | None) -> int:
         """Starts waiting requests in order, while a row, budget, and pages for all their tokens are free.
 
-        Those whose first pages are being computed for another, such as `reading_row`, are passed over. One whose last
-        token is on its way is waited for, so that nobody takes its place. Returns what is left of the budget.
+        Those whose first pages are being computed for another, such as `reading_row`, are passed over; those whose
+        pages lie on the host set out to get them. One whose last token is on its way is waited for, so that nobody
+        takes its place. Returns what is left of the budget.
         """
         deferred: list[Request] = []
         has_begun = False
@@ -263,7 +279,9 @@ class StepPlanner:
                 request = self._longest_match(request)
             if request.num_awaited_plans:
                 break
-            if (shared_pages := self.pages.match(request)) is None:
+            shared_pages = self.pages.match(request)
+            slots = [] if shared_pages is None else self.returns.wanted_slots(request, shared_pages)
+            if shared_pages is None or (slots and not self.returns.has_room(len(slots))):
                 if len(deferred) == _MAX_DEFERRED:
                     break
                 self._waiting.remove(request)
@@ -271,7 +289,10 @@ class StepPlanner:
                 continue
             if not self._make_room(request, shared_pages, scheduled_R):
                 break
-            budget -= self._start(request, shared_pages, scheduled_R, budget)
+            if slots:
+                self.returns.begin(request, shared_pages, slots)
+            else:
+                budget -= self._start(request, shared_pages, scheduled_R, budget)
         for request in deferred:
             self._waiting.push(request)
         return budget
@@ -280,7 +301,9 @@ class StepPlanner:
         """Gives the request a row, pages, and what it may compute in this step. Returns how much that is."""
         if self.config.prefix_window > 1:
             self._waiting.note_overtaking(request)
-        self.leave_queue(request)
+        if len(self.pages.tiers):
+            self.returns.note_start(request, shared_pages)
+        self._waiting.remove(request)
         self._started.append(request)
         num_computed = len(shared_pages) * self.config.page_size
         num_wanted = request.num_tokens - num_computed
@@ -346,6 +369,15 @@ class StepPlanner:
         else:
             self._num_other_tokens += num_tokens
         return plan
+
+    def _note_stall(self, plan: StepPlan | None, now: float) -> None:
+        """Counts the time in which the device has nothing to do because pages are on their way from the host."""
+        if plan is not None and self._stalled_since is not None:
+            self.stall_s += now - self._stalled_since
+            self._stalled_since = None
+        elif plan is None and self._stalled_since is None and len(self.pages.loads) and not self.in_flight:
+            self.num_stalls += 1
+            self._stalled_since = now
 
     def _first_waiting(self) -> Request | None:
         """The next in the order of the policy whose tenant may run more."""

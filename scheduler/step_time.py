@@ -42,6 +42,10 @@ class StepTimeModel:
             return None
         return float(np.array([1.0, self.padded(num_tokens), num_kv_tokens]) @ self._fitted())
 
+    def seconds_of_tokens(self, num_tokens: int) -> float | None:
+        """The part of a step's time that so many tokens are the cause of; None before a few steps have run."""
+        return None if self._num_steps < _MIN_STEPS else num_tokens * self._fitted().item(1)
+
     def most_tokens(self, seconds: float, num_kv_tokens: int, at_most: int) -> int:
         """The most tokens of a step that should take no longer than `seconds`; `at_most` before a few have run."""
         if self._num_steps < _MIN_STEPS:

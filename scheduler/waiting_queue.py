@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 
 from jaxllm.scheduler.policy import Policy
-from jaxllm.scheduler.request import Request
+from jaxllm.scheduler.request import Request, RequestStatus
 
 _arrival = attrgetter("arrival")
 
@@ -22,6 +22,7 @@ class WaitingQueue:
         self._lines: dict[tuple[str, int], list[Request]] = {}
         self._num_lines: Counter[int] = Counter()  # by priority
         self.num_requests = 0
+        self.num_preempted = 0
         self.num_tokens = 0
 
     def __len__(self) -> int:
@@ -70,6 +71,7 @@ class WaitingQueue:
         else:
             line.append(request)
         self.num_requests += 1
+        self.num_preempted += request.status is RequestStatus.PREEMPTED
         self.num_tokens += request.num_tokens
 
     def remove(self, request: Request) -> None:
@@ -84,6 +86,7 @@ class WaitingQueue:
             if not self._num_lines[request.priority]:
                 del self._num_lines[request.priority]
         self.num_requests -= 1
+        self.num_preempted -= request.status is RequestStatus.PREEMPTED
         self.num_tokens -= request.num_tokens
 
     def append_tokens(self, request: Request, token_ids: list[int]) -> None:
@@ -95,6 +98,7 @@ class WaitingQueue:
         """Asserts that lines and counters agree. For tests."""
         requests = list(self)
         assert self.num_requests == len(requests)
+        assert self.num_preempted == sum(request.status is RequestStatus.PREEMPTED for request in requests)
         assert self.num_tokens == sum(request.num_tokens for request in requests)
         assert self._num_lines == Counter(priority for _, priority in self._lines)
         for (tenant, priority), line in self._lines.items():

@@ -3,12 +3,14 @@
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 from jaxllm.scheduler import (
+    PageMoves,
     Request,
     RequestStatus,
     Scheduler,
@@ -42,21 +44,45 @@ class FakeDevice:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.pages = np.full((config.num_pages, config.page_size), NOTHING)
+        self.host_pages = np.full((config.num_host_pages, config.page_size), NOTHING)
         self.last_token = np.full(config.max_num_seqs + 1, NOTHING)
-        self._queue: deque[tuple[StepBatch, list[tuple]]] = deque()
+        self._queue: deque[Callable[[], None]] = deque()
 
     def launch(self, batch: StepBatch) -> Callable[[], tuple]:
         """Returns what waits for the arguments of `update`: sampled token ids, and how many if there are drafts."""
         result: list[tuple] = []
-        self._queue.append((batch, result))
+        self._queue.append(lambda: result.append(self._run(batch)))
 
         def wait() -> tuple:
             while not result:
-                batch, its_result = self._queue.popleft()
-                its_result.append(self._run(batch))
+                self._queue.popleft()()
             return result[0]
 
         return wait
+
+    def read(self, pages: Sequence[int]) -> Callable[[], np.ndarray]:
+        """Launches a copy of pages. Returns what waits for it."""
+        result: list[np.ndarray] = []
+        self._queue.append(lambda: result.append(self.pages[list(pages)].copy()))
+
+        def wait() -> np.ndarray:
+            while not result:
+                self._queue.popleft()()
+            return result[0]
+
+        return wait
+
+    def write(self, pages: Sequence[int], content: np.ndarray) -> None:
+        """Launches the writing of pages."""
+
+        def run() -> None:
+            self.pages[list(pages)] = content
+
+        self._queue.append(run)
+
+    def forget(self) -> None:
+        """What was launched will not run."""
+        self._queue.clear()
 
     def _run(self, batch: StepBatch) -> tuple:
         layout = fields(batch.bucket, self.config.max_pages_per_seq)
@@ -96,6 +122,48 @@ class FakeDevice:
         return (sampled, num_sampled) if num_drafts.any() else (sampled[:, 0],)
 
 
+class Copies:
+    """Copies of pages between the fake device and its host, each finished when the test says so, in order."""
+
+    CHUNK = 3
+
+    def __init__(self, scheduler: Scheduler, device: FakeDevice) -> None:
+        self._scheduler, self._device = scheduler, device
+        self._jobs: deque[Callable[[bool], None]] = deque()
+        self._failed_slots: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def begin(self, moves: PageMoves) -> None:
+        for first in range(0, len(moves.saves), self.CHUNK):
+            chunk = moves.saves[first : first + self.CHUNK]
+            wait = self._device.read([page for page, _ in chunk])
+            self._jobs.append(partial(self._save, wait, [slot for _, slot in chunk]))
+        for ticket, slots in moves.loads:
+            for first in range(0, len(slots), self.CHUNK):
+                self._jobs.append(partial(self._load, ticket, slots[first : first + self.CHUNK]))
+
+    def finish(self, *, fail: bool = False) -> None:
+        """The oldest copy is done, or fails."""
+        self._jobs.popleft()(fail)
+
+    def _save(self, wait: Callable[[], np.ndarray], slots: list[int], fail: bool) -> None:
+        self._failed_slots.difference_update(slots)
+        if fail:
+            self._failed_slots.update(slots)
+            self._device.host_pages[slots] = NOTHING
+        else:
+            self._device.host_pages[slots] = wait()
+        self._scheduler.pages_saved(slots, is_sound=not fail)
+
+    def _load(self, ticket: int, slots: list[int], fail: bool) -> None:
+        if fail or self._failed_slots & set(slots):
+            self._scheduler.load_failed(ticket)
+        elif pages := self._scheduler.pages_loaded(ticket, len(slots), 0.001):
+            self._device.write(pages, self._device.host_pages[slots].copy())
+
+
 class Clock:
     """Time as a test wants it."""
 
@@ -109,11 +177,15 @@ class Clock:
 class Loop:
     """The engine's loop, `num_ahead` steps ahead of the device. Checks what must hold in every step."""
 
+    MAX_SCHEDULES = 20_000
+
     def __init__(self, config: SchedulerConfig, num_ahead: int = 0) -> None:
         self.config = config
+        self.num_schedules = 0
         self.clock = Clock()
         self.scheduler = Scheduler(config, self.clock)
         self.device = FakeDevice(config)
+        self.copies = Copies(self.scheduler, self.device)
         self.num_ahead = num_ahead
         self.buckets = declare_buckets(config.max_num_batched_tokens, config.max_num_seqs, 4)
         self.in_flight: deque[tuple[StepPlan, Callable[[], tuple]]] = deque()
@@ -127,8 +199,11 @@ class Loop:
     def schedule(self) -> StepPlan | None:
         """Schedules and launches one step."""
         scheduler = self.scheduler
+        self.num_schedules += 1
+        assert self.num_schedules < self.MAX_SCHEDULES, "it does not end"
         before = {request: request.status for request in scheduler.table.running_requests}
         plan = scheduler.schedule()
+        self.copies.begin(scheduler.take_page_moves())
         scheduler.check_integrity()
         if self.config.policy == "priority":
             rank = ByPriority().rank
@@ -164,6 +239,9 @@ class Loop:
         plan = self.schedule()
         if plan is None and not self.in_flight:
             self.clock.now += (wait_s := self.scheduler.wait_s)
+            if self.scheduler.is_waiting_for_pages:
+                self.copies.finish()
+                return
             assert wait_s or not self.scheduler.has_unfinished_requests, "nothing runs and nothing is in flight"
         elif plan is None or len(self.in_flight) > self.num_ahead:
             self.update()
@@ -175,6 +253,9 @@ class Loop:
         while self.in_flight:
             output = self.update()
             assert not output.requests
+        while self.copies:
+            self.copies.finish()
+        self.scheduler.check_integrity()
         stats = self.scheduler.stats()
         assert stats.num_used_pages == 0
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0

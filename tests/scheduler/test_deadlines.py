@@ -10,6 +10,10 @@ def reach(loop, state):
     late = Request("late", [1] * 20, max_tokens=45, deadline=1.0, is_ready=state is not RequestStatus.WAITING_FOR_INPUT)
     if state is RequestStatus.PREEMPTED:
         loop.add(Request("first", [2] * 10, max_tokens=60))
+    if state is RequestStatus.WAITING_FOR_PAGES:
+        for prompt in ([1] * 20, [2] * 60):
+            loop.add(Request("first", prompt, max_tokens=10))
+            loop.run()
     loop.add(late)
     while late.status is not state:
         assert not late.status.is_finished
@@ -20,7 +24,7 @@ def reach(loop, state):
 @pytest.mark.parametrize("num_ahead", [0, 1])
 @pytest.mark.parametrize("state", [status for status in RequestStatus if not status.is_finished])
 def test_deadlines_fire_in_every_state(make_loop, expect_alone, state, num_ahead):
-    loop = make_loop(num_ahead, max_num_batched_tokens=8, num_pages=19, max_model_len=70)
+    loop = make_loop(num_ahead, max_num_batched_tokens=8, num_pages=19, max_model_len=70, num_host_pages=32)
     late = reach(loop, state)
     loop.clock.now = 0.999
     assert loop.scheduler.expire() == []

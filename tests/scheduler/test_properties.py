@@ -28,11 +28,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_window=st.sampled_from([1, 1, 3]),
         window=st.sampled_from([(0.0, 1), (0.0, 1), (30.0, 2)]),
         tpot_target_ms=st.sampled_from([None, 3.0]),
+        num_host_pages=st.sampled_from([0, 3, 40]),
+        return_by=st.sampled_from(["copy", "copy", "auto", "recompute"]),
+        prefetch_window=st.integers(0, 3),
+        max_loading_pages=st.integers(1, 20),
+        max_saving_pages=st.integers(1, 20),
     )
     def start(self, policy, num_ahead, page_size, max_num_seqs, spare_tokens, spare_pages, **settings):
         max_wait_ms, min_batch = settings.pop("window")
         if not settings["enable_prefix_caching"]:
             settings["prefix_window"] = 1
+            settings["num_host_pages"] = 0
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + spare_tokens,
@@ -122,6 +128,12 @@ class SchedulerMachine(RuleBasedStateMachine):
                 drafts[request.request_id] = [*right, *[0] * (num_drafts - len(right))]
         self.loop.scheduler.propose(drafts)
 
+    @precondition(lambda self: self.loop.copies)
+    @rule(number=st.integers(1, 6), fail=st.sampled_from([False, False, False, True]))
+    def copy(self, number, fail):
+        for _ in range(min(number, len(self.loop.copies))):
+            self.loop.copies.finish(fail=fail)
+
     @rule(force=st.booleans())
     def reset(self, force):
         assert self.loop.scheduler.reset_prefix_cache(force=force) or not force
@@ -131,7 +143,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def fail(self):
         """A step fails; the engine ends all requests that run or wait for one of its tokens."""
         self.loop.in_flight.clear()
-        self.loop.device._queue.clear()
+        self.loop.device.forget()
         for request in self.requests:
             if not request.status.is_finished:
                 self.loop.scheduler.finish_request(request.request_id, RequestStatus.FINISHED_ERROR)
@@ -145,6 +157,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stats = self.loop.scheduler.stats()
         assert sum(stats.num_requests.values()) == len(self.requests)
         assert 0 <= stats.last_step.budget_use <= 1
+        assert 0 <= stats.num_host_pages <= self.loop.config.num_host_pages
         for request in self.requests:
             alone, output = self._alone(request), request.output_token_ids
             assert output == alone[: len(output)]

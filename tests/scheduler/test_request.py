@@ -31,7 +31,8 @@ def test_only_waiting_and_preempted_requests_start_and_only_running_ones_are_pre
 
     assert sources(RequestStatus.PREFILLING) == {"waiting", "preempted"}
     assert sources(RequestStatus.DECODING) == {"prefilling"}
-    assert sources(RequestStatus.PREEMPTED) == {"prefilling", "decoding"}
+    assert sources(RequestStatus.WAITING_FOR_PAGES) == {"waiting", "preempted"}
+    assert sources(RequestStatus.PREEMPTED) == {"prefilling", "decoding", "waiting_for_pages"}
     assert sources(RequestStatus.WAITING) == {"waiting_for_input"}
     assert sources(RequestStatus.WAITING_FOR_INPUT) == set()
 

@@ -1,0 +1,93 @@
+"""Which requests get pages back from the host before they start."""
+
+from collections.abc import Callable, Sequence
+
+from jaxllm.scheduler.config import SchedulerConfig
+from jaxllm.scheduler.kv_pages import KVPages
+from jaxllm.scheduler.pacing import Pacing
+from jaxllm.scheduler.request import Request, RequestStatus
+from jaxllm.scheduler.waiting_queue import WaitingQueue
+
+
+class PageReturns:
+    """Moves requests between the queue and the loads of pages.
+
+    A request whose pages lie on the host leaves the queue with room for all its tokens secured, and blocks nobody. It
+    comes back to its place in line when they are on the device, or will not come. Where there is room already, it is
+    asked for as the request would start; while all rows are taken, some steps ahead.
+    """
+
+    def __init__(self, config: SchedulerConfig, pages: KVPages, waiting: WaitingQueue, pacing: Pacing) -> None:
+        self._config = config
+        self._pages = pages
+        self._waiting = waiting
+        self._pacing = pacing
+        self._loads = pages.loads
+
+    def wanted_slots(self, request: Request, shared_pages: Sequence[int]) -> list[int]:
+        """The slots on the host whose pages should be brought back before the request starts, behind those of the
+        device that it would share. None, if computing them again is expected to take less time."""
+        slots = self._pages.slots_behind(request, shared_pages)
+        return slots if slots and self._is_worth(len(slots)) else []
+
+    def note_start(self, request: Request, shared_pages: Sequence[int]) -> None:
+        """The request starts. If that leaves pages on the host, the estimate that was against them fades, or it would
+        never be put right."""
+        if self._pages.slots_behind(request, shared_pages):
+            self._loads.fade_estimate()
+
+    def has_room(self, num_pages: int) -> bool:
+        """Whether so many pages may set out now, beside those on their way."""
+        num_loading = self._loads.num_loading_pages
+        return num_loading == 0 or num_loading + num_pages <= self._config.max_loading_pages
+
+    def begin(self, request: Request, shared_pages: Sequence[int], slots: Sequence[int]) -> None:
+        """Takes the request out of the queue to wait for its pages."""
+        self._waiting.remove(request)
+        request.move_to(RequestStatus.WAITING_FOR_PAGES)
+        self._pages.begin_load(request, shared_pages, slots)
+
+    def prefetch(self, num_reserved_pages: int, first_waiting: Callable[[], Request | None]) -> None:
+        """Begins to bring back pages of the next requests, which find no row yet. Some free pages are reserved."""
+        passed: list[Request] = []
+        while len(passed) < self._config.prefetch_window and (request := first_waiting()) is not None:
+            if request.num_awaited_plans:
+                break
+            shared_pages = self._pages.match(request)
+            if shared_pages is not None and (slots := self.wanted_slots(request, shared_pages)):
+                num_missing = self._pages.num_missing(request, shared_pages)
+                if self.has_room(len(slots)) and num_missing <= self._pages.num_free_pages - num_reserved_pages:
+                    self.begin(request, shared_pages, slots)
+                    continue
+            self._waiting.remove(request)
+            passed.append(request)
+        for request in passed:
+            self._waiting.push(request)
+
+    def take_in(self, ticket: int, num_pages: int, seconds: float) -> list[int]:
+        """See `Scheduler.pages_loaded`."""
+        pages, complete = self._loads.take_in(ticket, num_pages, seconds)
+        if complete is not None:
+            self._go_back(complete)
+        return pages
+
+    def fail(self, ticket: int) -> None:
+        """See `Scheduler.load_failed`."""
+        if (request := self._loads.fail(ticket)) is not None:
+            self._go_back(request)
+
+    def give_up(self, request: Request) -> None:
+        """The request waits for its pages no longer, and goes back to the queue without them."""
+        self._loads.end(request)
+        self._go_back(request)
+
+    def _go_back(self, request: Request) -> None:
+        request.move_to(RequestStatus.PREEMPTED if request.has_started else RequestStatus.WAITING)
+        self._waiting.push(request)
+
+    def _is_worth(self, num_pages: int) -> bool:
+        if self._config.return_by != "auto":
+            return self._config.return_by == "copy"
+        copy_s = self._loads.expected_seconds(num_pages)
+        compute_s = self._pacing.seconds_to_compute(num_pages * self._config.page_size)
+        return copy_s is None or compute_s is None or copy_s <= compute_s
