@@ -33,7 +33,7 @@ def test_only_waiting_and_preempted_requests_start_and_only_running_ones_are_pre
     assert sources(RequestStatus.DECODING) == {"prefilling"}
     assert sources(RequestStatus.WAITING_FOR_PAGES) == {"waiting", "preempted"}
     assert sources(RequestStatus.PREEMPTED) == {"prefilling", "decoding", "waiting_for_pages"}
-    assert sources(RequestStatus.WAITING) == {"waiting_for_input"}
+    assert sources(RequestStatus.WAITING) == {"waiting_for_input", "waiting_for_pages"}
     assert sources(RequestStatus.WAITING_FOR_INPUT) == set()
 
 
