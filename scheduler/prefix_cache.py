@@ -2,8 +2,10 @@
 
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
+from typing import cast
 
 from jaxllm.scheduler.request import Request
+from jaxllm.scheduler.windows import num_left_pages
 
 
 class PrefixCache:
@@ -11,13 +13,16 @@ class PrefixCache:
 
     The key of a page is a hash of the key of the page before it and its own tokens; that of the first page starts
     from the request's adapter and salt. Only full pages have one. A page is known here from the step that computes
-    it until it is handed out again.
+    it until it is handed out again. Each group of layers (`SchedulerConfig.windows`) has a page of its own for the
+    same tokens, under a key of its own.
 
     num_queried_tokens, num_hit_tokens: tokens that admitted requests looked for and found, since the start.
     """
 
-    def __init__(self, page_size: int, is_enabled: bool = True) -> None:
+    def __init__(self, page_size: int, is_enabled: bool = True, windows: Sequence[int | None] = (None,)) -> None:
         self._page_size = page_size
+        self._windows = windows
+        self._tags = [b"%d" % group if group else b"" for group in range(len(windows))]
         self.is_enabled = is_enabled
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
@@ -48,24 +53,68 @@ class PrefixCache:
         return keys
 
     def match(self, request: Request) -> list[int]:
-        """The cached pages that the request's tokens begin with. At least one token is left to compute."""
+        """The cached pages that the request's tokens begin with. At least one token is left to compute.
+
+        They go page by page, and group by group within; 0 for those that the next token does not see.
+        """
         if not self.serves(request):
             return []
-        pages: list[int] = []
-        most = (request.num_tokens - 1) // self._page_size
-        for key in self.keys(request):
-            if len(pages) == most or (page := self._page_of.get(key)) is None:
-                break
-            pages.append(page)
-        return pages
+        keys = self.keys(request)[: (request.num_tokens - 1) // self._page_size]
+        if self._windows == (None,):
+            pages: list[int] = []
+            for key in keys:
+                if (page := self._page_of.get(key)) is None:
+                    break
+                pages.append(page)
+            return pages
+        return self._match_groups(keys)
 
-    def register(self, keys: Sequence[bytes], pages: Sequence[int]) -> None:
-        """Makes pages known. Where a key has a page already, the new one stays unknown."""
-        page_of, key_of = self._page_of, self._key_of
+    def _match_groups(self, keys: Sequence[bytes]) -> list[int]:
+        """`match`, where each group has to have the pages that it needs."""
+        num_pages = len(keys)
+        for group, window in enumerate(self._windows):
+            if window is None:
+                num_pages = next((i for i in range(num_pages) if self._page(keys[i], group) is None), num_pages)
+        is_settled = False
+        while not is_settled:
+            is_settled = True
+            for group, window in enumerate(self._windows):
+                if window is not None and (fewer := self._longest(keys, num_pages, group, window)) < num_pages:
+                    num_pages, is_settled = fewer, False
+        firsts = [self._first_page(num_pages, window) for window in self._windows]
+        return [
+            cast(int, self._page(key, group)) if index >= first else 0
+            for index, key in enumerate(keys[:num_pages])
+            for group, first in enumerate(firsts)
+        ]
+
+    def _longest(self, keys: Sequence[bytes], num_pages: int, group: int, window: int) -> int:
+        """The most pages, up to `num_pages`, of which a group with a window has all that the next token sees."""
+        index = num_pages
+        while index > self._first_page(num_pages, window):
+            index -= 1
+            if self._page(keys[index], group) is None:
+                num_pages = index  # with any more pages, the next token sees this one too
+        return num_pages
+
+    def _first_page(self, num_pages: int, window: int | None) -> int:
+        """The first page that the token after so many pages sees."""
+        if window is None:
+            return 0
+        return max(0, num_left_pages(num_pages * self._page_size, window, self._page_size))
+
+    def _page(self, key: bytes, group: int) -> int | None:
+        return self._page_of.get(key + self._tags[group])
+
+    def register(self, keys: Sequence[bytes], pages: Sequence[int], group: int = 0) -> None:
+        """Makes pages of a group known, but for those that are 0. Where a key has a page already, the new one stays
+        unknown."""
+        page_of, key_of, tag = self._page_of, self._key_of, self._tags[group]
         for key, page in zip(keys, pages, strict=True):
-            if key not in page_of:
-                page_of[key] = page
-                key_of[page] = key
+            own_key = key + tag
+            if own_key not in page_of and page:
+                page_of[own_key] = page
+                key_of[page] = own_key
 
     def forget(self, pages: Iterable[int]) -> None:
         """Of pages that are not known nothing is to be forgotten."""

@@ -233,6 +233,7 @@ class Scheduler:
             num_free_pages=pool.num_free_pages,
             num_used_pages=pool.num_pages - 1 - pool.num_free_pages,
             num_cached_pages=pool.num_cached_pages,
+            num_left_pages=planner.pages.num_left_pages,
             num_preemptions=planner.num_preemptions,
             num_recomputed_tokens=planner.num_recomputed_tokens,
             num_prefix_query_tokens=cache.num_queried_tokens,

@@ -60,7 +60,9 @@ class SchedulerStats:
     num_queued_tokens: of the requests that wait.
     queue_age_s: since the arrival of the oldest request that waits; 0 if none does.
     num_free_pages, num_used_pages: of the KV cache, without the null page. Used ones belong to running requests.
+        Each group of layers has its own.
     num_cached_pages: those of the free pages whose content a request may still find.
+    num_left_pages: pages that running requests gave back because they had left a sliding window, since the start.
     num_preemptions: since the start.
     num_recomputed_tokens: tokens that preempted requests had to compute again, since the start. What they found in
         the prefix cache is not among them.
@@ -76,6 +78,7 @@ class SchedulerStats:
     num_free_pages: int
     num_used_pages: int
     num_cached_pages: int
+    num_left_pages: int
     num_preemptions: int
     num_recomputed_tokens: int
     num_prefix_query_tokens: int

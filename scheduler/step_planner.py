@@ -82,6 +82,7 @@ class StepPlanner:
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can run. The table then counts its tokens as computed."""
         self._started = []
+        self.pages.leave_windows()
         scheduled_R = self.table.num_wanted_tokens()
         if self._prompt_row is not None and scheduled_R[self._prompt_row] <= 1:
             self._prompt_row = None
@@ -171,8 +172,8 @@ class StepPlanner:
             rows = rows[rows != self._prompt_row]
         if not rows.size:
             return False
-        has_preempted = rows.size > self.pages.num_free_pages
-        while rows.size > self.pages.num_free_pages:
+        has_preempted = rows.size > self.pages.num_growths
+        while rows.size > self.pages.num_growths:
             self.preempt(max(table.running_requests, key=self._policy.rank), scheduled_R)
             rows = rows[scheduled_R[rows] == 1]
         self.pages.grow_by_one(rows)
@@ -187,7 +188,7 @@ class StepPlanner:
         budget = self.config.max_num_batched_tokens - self._num_served(scheduled_R)
         for row in np.flatnonzero((table.num_draft_tokens > 0) & (scheduled_R == 1)).tolist():
             num_computed, num_slots = int(table.num_computed_tokens[row]), int(table.num_slots[row])
-            num_spare = max(0, self.pages.num_free_pages - self.num_running) * self.config.page_size
+            num_spare = max(0, self.pages.num_growths - self.num_running) * self.config.page_size
             number = min(int(table.num_draft_tokens[row]), budget, num_slots + num_spare - num_computed - 1)
             table.num_draft_tokens[row] = number
             scheduled_R[row] += number
@@ -222,7 +223,7 @@ class StepPlanner:
             self.preempt(table.requests[row], scheduled_R)
             return budget
         num_computed = table.num_computed_tokens.item(row)
-        num_fitting = table.num_slots.item(row) + self.pages.num_free_pages * self.config.page_size - num_computed
+        num_fitting = table.num_slots.item(row) + self.pages.num_growths * self.config.page_size - num_computed
         num_tokens = min(int(scheduled_R[row]), budget, num_fitting)
         self.pages.grow(row, num_computed + num_tokens)
         if num_tokens == scheduled_R[row]:
@@ -241,7 +242,8 @@ class StepPlanner:
         if not pages.cache.serves(request):
             return False
         shared_pages = pages.cache.match(first)
-        num_spare = pages.num_free_pages + pages.num_freed_by([row], shared_pages) - (self.num_running - 1)
+        num_spare = pages.num_free_pages + pages.num_freed_by([row], shared_pages)
+        num_spare -= (self.num_running - 1) * self.config.num_groups
         return pages.num_missing(first, shared_pages) <= num_spare
 
     def _admit(self, scheduled_R: np.ndarray, budget: int, reading_row: int | None) -> int:
@@ -282,7 +284,7 @@ class StepPlanner:
             self._waiting.note_overtaking(request)
         self.leave_queue(request)
         self._started.append(request)
-        num_computed = len(shared_pages) * self.config.page_size
+        num_computed = len(shared_pages) // self.config.num_groups * self.config.page_size
         num_wanted = request.num_tokens - num_computed
         num_tokens = min(num_wanted, budget)
         row = self.table.admit(request, self._tenants.start(request))
@@ -370,22 +372,23 @@ class StepPlanner:
     def _make_room(self, request: Request, shared_pages: list[int], scheduled_R: np.ndarray) -> bool:
         """Whether there are a row and pages for the request, if need be after preempting those that it outranks.
 
-        One page for each running row, its next, does not count as free: else a prompt would often be read only to be
-        preempted.
+        One page in each group for each running row, its next, does not count as free: else a prompt would often be
+        read only to be preempted.
         """
-        pages, table = self.pages, self.table
-        num_spare = pages.num_free_pages - self.num_running
+        pages, table, num_groups = self.pages, self.table, self.config.num_groups
+        num_spare = pages.num_free_pages - self.num_running * num_groups
         if table.num_free_rows and pages.num_missing(request, shared_pages) <= num_spare:
             return True
         if not self._outranks_some(request):
             return False
         outranked = [other for other in table.running_requests if request.priority < other.priority]
         outranked.sort(key=self._policy.rank)
-        num_spare += pages.num_freed_by([cast(int, other.row) for other in outranked], shared_pages) + len(outranked)
+        num_spare += pages.num_freed_by([cast(int, other.row) for other in outranked], shared_pages)
+        num_spare += len(outranked) * num_groups
         if pages.num_missing(request, shared_pages) > num_spare:
             return False
         while outranked:
             self.preempt(outranked.pop(), scheduled_R)
-            if pages.num_missing(request, shared_pages) <= pages.num_free_pages - self.num_running:
+            if pages.num_missing(request, shared_pages) <= pages.num_free_pages - self.num_running * num_groups:
                 return True
         return False
