@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from jaxllm.scheduler.errors import SchedulerConfigError
+from jaxllm.scheduler.windows import num_request_pages
 
 POLICIES = ("priority", "fcfs", "fair")
 RETURNS = ("auto", "copy", "recompute")
@@ -42,6 +43,8 @@ class SchedulerConfig:
     max_model_len: the most tokens one request may have, prompt and output together.
     page_size: tokens in one page of the KV cache.
     num_pages: pages in the KV cache, including page 0, the null page, which only padding points at.
+    windows: for each group of layers the size of its sliding window in tokens, or None if it attends to all. Each
+        group has a page of its own for the same tokens; all groups draw from one pool.
     enable_prefix_caching: whether requests share the pages of what their prompts begin with.
     policy: who goes first. "priority": the lower number, then the earlier arrival; a lower number takes room
         from higher ones. "fcfs": by arrival; priorities are refused. "fair": the tenant that has had the fewest
@@ -71,6 +74,7 @@ class SchedulerConfig:
     max_model_len: int
     page_size: int
     num_pages: int
+    windows: tuple[int | None, ...] = (None,)
     enable_prefix_caching: bool = True
     policy: str = "priority"
     prefix_window: int = 1
@@ -112,6 +116,11 @@ class SchedulerConfig:
             value = getattr(self, name)
             if value is not None and not value >= minimum:
                 raise SchedulerConfigError(f"{name} is {value:,}; it must be at least {minimum}")
+        if not self.windows or any(window is not None and window < 1 for window in self.windows):
+            raise SchedulerConfigError(
+                f"windows is {self.windows}; it must have an entry for each group of layers: a window of at least "
+                "1 token, or None for a group that attends to all"
+            )
         if self.max_wait_ms == float("inf"):
             raise SchedulerConfigError("max_wait_ms is inf; it must be finite, or a request might wait for ever")
         for name in ("tpot_target_ms", "ttft_target_ms"):
@@ -162,12 +171,20 @@ class SchedulerConfig:
 
     @property
     def max_pages_per_seq(self) -> int:
-        """P: pages of a request that has max_model_len tokens."""
-        return self.num_pages_for(self.max_model_len)
+        """P: pages of a group that a request of max_model_len tokens spans."""
+        return -(-self.max_model_len // self.page_size)
 
-    def num_pages_for(self, num_tokens: int) -> int:
-        """Pages that hold the keys and values of `num_tokens` tokens."""
-        return -(-num_tokens // self.page_size)
+    @property
+    def num_groups(self) -> int:
+        """G: groups of layers, each with a page table of its own."""
+        return len(self.windows)
+
+    def num_pages_for(self, num_tokens: int, num_shared_pages: int = 0) -> int:
+        """The most pages that a request of `num_tokens` tokens holds at once, over all groups, not counting the first
+        `num_shared_pages` of each."""
+        return num_request_pages(
+            num_tokens, self.windows, self.max_num_batched_tokens, self.page_size, num_shared_pages
+        )
 
     def max_total_tokens(self, num_prompt_tokens: int, max_tokens: int) -> int:
         """The most tokens, prompt and output, that a request may come to have."""

@@ -5,23 +5,35 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxllm.scheduler.config import SchedulerConfig
-from jaxllm.scheduler.page_loads import PageLoads
+from jaxllm.scheduler.page_loads import HostPrefix, PageLoads
 from jaxllm.scheduler.page_pool import PagePool
 from jaxllm.scheduler.page_tiers import PageTiers
 from jaxllm.scheduler.prefix_cache import PrefixCache
 from jaxllm.scheduler.request import Request
 from jaxllm.scheduler.running_table import RunningTable
+from jaxllm.scheduler.windows import num_left_pages
 
 
 class KVPages:
-    """Moves pages between the pool, the prefix cache and the page table of the running rows."""
+    """Moves pages between the pool, the prefix cache and the page table of the running rows.
+
+    Where pages of several groups of layers stand in one list, they go page by page, and group by group within; 0
+    stands for one that left its group's window.
+    """
 
     def __init__(self, config: SchedulerConfig, table: RunningTable) -> None:
-        self.cache = PrefixCache(config.page_size, config.enable_prefix_caching)
+        self.cache = PrefixCache(config.page_size, config.enable_prefix_caching, config.windows)
         self.tiers = PageTiers(config.num_host_pages, config.max_saving_pages)
         self.pool = PagePool(config.num_pages, self.cache, self.tiers)
         self.loads = PageLoads(self.pool, self.cache, self.tiers)
+        self._config = config
         self._page_size = config.page_size
+        self._num_groups = config.num_groups
+        sizes = sorted({window for window in config.windows if window is not None})
+        self._windows = [
+            (size, np.array([group for group, window in enumerate(config.windows) if window == size])) for size in sizes
+        ]
+        self.num_left_pages = 0
         self._table = table
         self._coming: set[bytes] = set()  # keys of pages that a row will have computed soon
 
@@ -29,10 +41,30 @@ class KVPages:
     def num_free_pages(self) -> int:
         return self.pool.num_free_pages
 
+    @property
+    def num_growths(self) -> int:
+        """How often a row can get one more page in each group."""
+        return self.pool.num_free_pages // self._num_groups
+
     def prepare(self, request: Request) -> None:
         """Hashes the prompt of a request that has arrived, so that no step has to wait for it."""
         if self.cache.serves(request):
             self.cache.keys(request)
+
+    def leave_windows(self) -> None:
+        """Frees the pages that nothing after the launched steps will see. Call it between the batch of one step and the
+        plan of the next. A row whose drafts are being verified waits for what comes of them."""
+        table = self._table
+        for window, groups in self._windows:
+            first_R = num_left_pages(table.num_computed_tokens, window, self._page_size)
+            if table.num_verifying:
+                first_R[table.is_verifying] = 0
+            rows = (first_R > table.first_page[groups[0]]).nonzero()[0]
+            if rows.size:
+                self._register_full(rows)
+                pages = table.leave_pages(groups, rows, first_R[rows])
+                self.num_left_pages += len(pages)
+                self.pool.free(pages)
 
     def begin_admissions(self, reading_row: int | None) -> None:
         """Makes known what launched steps have computed, and what the row amid its prompt is going to compute or
@@ -54,37 +86,55 @@ class KVPages:
         if not self.cache.serves(request):
             return []
         pages = self.cache.match(request)
-        if self._coming and len(pages) < (request.num_tokens - 1) // self._page_size:
-            return None if request.page_keys[len(pages)] in self._coming else pages
+        num_pages = len(pages) // self._num_groups
+        if self._coming and num_pages < (request.num_tokens - 1) // self._page_size:
+            return None if request.page_keys[num_pages] in self._coming else pages
         return pages
 
-    def slots_behind(self, request: Request, shared_pages: Sequence[int]) -> list[int]:
-        """Where the host has the pages of the request that follow those it would share."""
+    def on_host(self, request: Request, shared_pages: Sequence[int]) -> HostPrefix | None:
+        """What the host has of the request's prefix beyond the pages that it would share; None if nothing."""
         if not len(self.tiers) or not self.cache.serves(request):
-            return []
-        most = (request.num_tokens - 1) // self._page_size
-        return self.tiers.find(request.page_keys[len(shared_pages) : most])
+            return None
+        keys = self.cache.longest_prefix(request, self.tiers)
+        num_new_pages = (len(keys) - len(shared_pages)) // self._num_groups
+        if num_new_pages <= 0:
+            return None
+        found = [page for key in keys if key and (page := self.cache.page_of(key)) is not None]
+        missing = [key for key in keys if key and self.cache.page_of(key) is None]
+        return HostPrefix(num_new_pages, found, missing, self.tiers.slots_of(missing))
 
-    def begin_load(self, request: Request, shared_pages: Sequence[int], slots: Sequence[int]) -> None:
-        """Begins to bring back what the host has, behind the shared pages. Those who begin alike wait for it too."""
-        self.loads.begin(request, shared_pages, slots)
-        self._coming.update(request.page_keys[len(shared_pages) : len(shared_pages) + len(slots)])
+    def has_room_for(self, prefix: HostPrefix, num_reserved_pages: int) -> bool:
+        """Whether the pages of the prefix can all be taken, and so many are still free."""
+        num_taken = len(prefix.slots) + self.pool.num_unowned(prefix.found_pages)
+        return num_taken <= self.num_free_pages - num_reserved_pages
+
+    def begin_load(self, request: Request, prefix: HostPrefix) -> None:
+        """Begins to bring back what the host has. Those who begin alike wait for it too."""
+        self.loads.begin(request, prefix)
+        self._coming.update(self.loads.coming_keys)
 
     def num_missing(self, request: Request, shared_pages: Sequence[int]) -> int:
-        """Free pages that the request takes up when it is admitted, for all its tokens."""
-        num_pages = -(-request.num_tokens // self._page_size)
-        return num_pages - len(shared_pages) + self.pool.num_unowned(shared_pages) if shared_pages else num_pages
+        """The most free pages that the request takes up when it is admitted, until all its tokens are computed."""
+        num_unowned = self.pool.num_unowned(shared_pages) if shared_pages else 0
+        if not self._windows:
+            num_spanned = -(-request.num_tokens // self._page_size)
+            return num_spanned * self._num_groups - len(shared_pages) + num_unowned
+        num_new = self._config.num_pages_for(request.num_tokens, len(shared_pages) // self._num_groups)
+        return min(num_new + num_unowned, self._config.num_pages_for(request.num_tokens))
 
     def admit(self, row: int, request: Request, shared_pages: Sequence[int], num_tokens: int) -> None:
         """The row of an admitted request begins with pages of others, which count as computed, and gets what it lacks
         to hold `num_tokens` tokens."""
-        table, num_shared = self._table, len(shared_pages)
+        table, num_shared = self._table, len(shared_pages) // self._num_groups
         if num_shared:
             self.pool.share(shared_pages)
             table.append_pages(row, shared_pages)
             table.num_computed_tokens[row] = num_shared * self._page_size
             table.num_registered_pages[row] = num_shared
-        table.append_pages(row, self.pool.allocate(-(-num_tokens // self._page_size) - num_shared))
+            for window, groups in self._windows:
+                num_left = num_left_pages(num_shared * self._page_size, window, self._page_size)
+                table.first_page[groups, row] = max(0, num_left)
+        table.append_pages(row, self._allocate(-(-num_tokens // self._page_size) - num_shared))
         if self.cache.serves(request):
             self.cache.count(table.num_tokens.item(row), num_shared)
             self._expect(request, num_shared)
@@ -93,11 +143,15 @@ class KVPages:
         """Gives a row the pages that it lacks to hold `num_tokens` tokens."""
         num_pages = -(-num_tokens // self._page_size) - self._table.num_pages.item(row)
         if num_pages > 0:
-            self._table.append_pages(row, self.pool.allocate(num_pages))
+            self._table.append_pages(row, self._allocate(num_pages))
 
     def grow_by_one(self, rows: np.ndarray) -> None:
-        """Gives each of these rows (int[M], distinct) one more page."""
-        self._table.append_page(rows, self.pool.allocate(len(rows)))
+        """Gives each of these rows (int[M], distinct) one more page in each group."""
+        self._table.append_page(rows, self._allocate(len(rows)))
+
+    def _allocate(self, num_pages: int) -> list[int]:
+        """So many pages in each group."""
+        return self.pool.allocate(num_pages * self._num_groups)
 
     def shrink(self, row: int, num_tokens: int) -> None:
         """Takes the pages of a row that `num_tokens` tokens do not need."""
@@ -110,20 +164,19 @@ class KVPages:
         sound."""
         table = self._table
         if not is_sound:
-            pages = table.page_table[rows]
+            pages = table.page_table[:, rows]
             self.pool.forget_cached(pages[pages > 0].tolist())
-            self.tiers.forget(key for request in table.requests_of(rows) for key in request.page_keys)
-        elif self.cache.is_enabled:
-            num_full_M = table.num_full_pages(rows)
-            is_more_M = num_full_M > table.num_registered_pages[rows]
-            if is_more_M.any():
-                self._register(rows[is_more_M], num_full_M[is_more_M])
+            self.tiers.forget(
+                key for request in table.requests_of(rows) for key in self.cache.own_keys(request.page_keys)
+            )
+        else:
+            self._register_full(rows)
         for row_pages in table.release(rows):
             self.pool.free(row_pages)
 
     def num_freed_by(self, rows: Sequence[int], kept_pages: Sequence[int]) -> int:
         """Pages other than `kept_pages` that are free when these rows give up their own."""
-        pages = self._table.page_table[rows]
+        pages = self._table.page_table[:, rows]
         return self.pool.num_freed(pages[pages > 0].tolist(), kept_pages)
 
     def forget_all(self) -> None:
@@ -131,14 +184,25 @@ class KVPages:
         self.pool.forget_cached()
         self.tiers.forget()
 
+    def _register_full(self, rows: np.ndarray) -> None:
+        """Makes known the full pages of these rows (int[M], distinct)."""
+        if not self.cache.is_enabled:
+            return
+        num_full_M = self._table.num_full_pages(rows)
+        is_more_M = num_full_M > self._table.num_registered_pages[rows]
+        if is_more_M.any():
+            self._register(rows[is_more_M], num_full_M[is_more_M])
+
     def _register(self, rows: np.ndarray, num_full_pages: np.ndarray) -> None:
         """Makes known the first pages of these rows (int[M], distinct), so many (int[M]) each."""
         table, cache = self._table, self.cache
         firsts, ends = table.num_registered_pages[rows].tolist(), num_full_pages.tolist()
-        tables = table.page_table[rows, : max(ends)].tolist()
-        for request, first, end, pages in zip(table.requests_of(rows), firsts, ends, tables, strict=True):
-            if cache.serves(request):
-                cache.register(cache.keys(request)[first:end], pages[first:end])
+        requests, most = table.requests_of(rows), max(ends)
+        for group, page_table_RP in enumerate(table.group_tables):
+            pages_of_rows = page_table_RP[rows, :most].tolist()
+            for request, first, end, pages in zip(requests, firsts, ends, pages_of_rows, strict=True):
+                if cache.serves(request):
+                    cache.register(cache.keys(request)[first:end], pages[first:end], group)
         table.num_registered_pages[rows] = num_full_pages
 
     def _expect(self, request: Request, num_known_pages: int) -> None:

@@ -1,8 +1,8 @@
 """The requests whose pages are on their way back from the host."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
 from jaxllm.scheduler.page_pool import PagePool
 from jaxllm.scheduler.page_tiers import PageTiers
@@ -13,19 +13,28 @@ _FADING = 0.95
 _NEWEST = 0.3  # the weight of the newest time of a copy in the estimate
 
 
+class HostPrefix(NamedTuple):
+    """The pages that a request begins with, some of which lie on the host.
+
+    num_new_pages: beyond those that it could share without them; of each group of layers.
+    found_pages: of the device.
+    keys, slots: of those on the host.
+    """
+
+    num_new_pages: int
+    found_pages: list[int]
+    keys: list[bytes]
+    slots: list[int]
+
+
 @dataclass(slots=True, eq=False)
 class PageLoad:
-    """One request's.
-
-    pages: owned by the load: those that were found on the device, and behind them those to be written.
-    keys, slots: of the pages to be written.
-    """
+    """One request's. It owns `prefix.found_pages` and `pages`, which are to be written."""
 
     ticket: int
     request: Request
+    prefix: HostPrefix
     pages: list[int]
-    keys: list[bytes]
-    slots: list[int]
     num_written_pages: int = 0
 
 
@@ -62,32 +71,26 @@ class PageLoads:
 
     @property
     def owned_pages(self) -> list[int]:
-        return [page for load in self._by_ticket.values() for page in load.pages]
+        return [page for load in self._by_ticket.values() for page in (*load.prefix.found_pages, *load.pages)]
 
     @property
     def num_loading_pages(self) -> int:
         """Pages that are still to come."""
-        return sum(len(load.slots) - load.num_written_pages for load in self._by_ticket.values())
+        return sum(len(load.pages) - load.num_written_pages for load in self._by_ticket.values())
 
     @property
     def coming_keys(self) -> list[bytes]:
-        return [key for load in self._by_ticket.values() for key in load.keys[load.num_written_pages :]]
+        """Of the pages that requests wait for, as `Request.page_keys` has them."""
+        return [key for load in self._by_ticket.values() for key in load.request.page_keys]
 
-    def begin(self, request: Request, found_pages: Sequence[int], slots: Sequence[int]) -> None:
-        """Begins to bring what lies in `slots`: the pages of the request behind those found on the device."""
-        self._pool.share(found_pages)
-        self._tiers.begin_load(slots)
-        first = len(found_pages)
-        load = PageLoad(
-            ticket=next(self._tickets),
-            request=request,
-            pages=[*found_pages, *self._pool.allocate(len(slots))],
-            keys=request.page_keys[first : first + len(slots)],
-            slots=list(slots),
-        )
+    def begin(self, request: Request, prefix: HostPrefix) -> None:
+        """Begins to bring what lies on the host."""
+        self._pool.share(prefix.found_pages)
+        self._tiers.begin_load(prefix.slots)
+        load = PageLoad(next(self._tickets), request, prefix, self._pool.allocate(len(prefix.slots)))
         self._by_ticket[load.ticket] = load
         self._ticket_of[request] = load.ticket
-        self._begun.append((load.ticket, load.slots))
+        self._begun.append((load.ticket, prefix.slots))
 
     def take_begun(self) -> list[tuple[int, list[int]]]:
         """(ticket, slots) of the loads to begin; each is told once."""
@@ -108,12 +111,11 @@ class PageLoads:
             seconds_per_page = _NEWEST * seconds_per_page + (1 - _NEWEST) * self._seconds_per_page
         self._seconds_per_page = seconds_per_page
         first, end = load.num_written_pages, load.num_written_pages + num_pages
-        num_found = len(load.pages) - len(load.slots)
-        pages = load.pages[num_found + first : num_found + end]
-        self._cache.register(load.keys[first:end], pages)
+        pages = load.pages[first:end]
+        self._cache.restore(load.prefix.keys[first:end], pages)
         load.num_written_pages = end
         self.num_loaded_pages += num_pages
-        if end < len(load.slots):
+        if end < len(load.pages):
             return pages, None
         self.end(load.request)
         return pages, load.request
@@ -130,9 +132,10 @@ class PageLoads:
         """Gives back the pages of a request that waits for them no longer."""
         load = self._by_ticket.pop(self._ticket_of.pop(request))
         self._begun = [(ticket, slots) for ticket, slots in self._begun if ticket != load.ticket]
-        self._tiers.end_load(load.slots[: load.num_written_pages], is_sound=True)
-        self._tiers.end_load(load.slots[load.num_written_pages :], is_sound=is_sound)
-        self._pool.free(load.pages)
+        slots, num_written = load.prefix.slots, load.num_written_pages
+        self._tiers.end_load(slots[:num_written], is_sound=True)
+        self._tiers.end_load(slots[num_written:], is_sound=is_sound)
+        self._pool.free([*load.prefix.found_pages, *load.pages])
 
     def expected_seconds(self, num_pages: int) -> float | None:
         """How long so many pages take to come; None before any have."""
@@ -149,4 +152,4 @@ class PageLoads:
             request: load.ticket for load in self._by_ticket.values() for request in [load.request]
         } == self._ticket_of
         assert {ticket for ticket, _ in self._begun} <= set(self._by_ticket)
-        assert all(load.num_written_pages < len(load.slots) for load in self._by_ticket.values())
+        assert all(load.num_written_pages < len(load.pages) for load in self._by_ticket.values())

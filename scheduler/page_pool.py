@@ -63,11 +63,11 @@ class PagePool:
         return sum([self._num_owners.get(page, 1) == number for page, number in lost.items()])
 
     def share(self, pages: Iterable[int]) -> None:
-        """Adds an owner to pages that the cache has."""
+        """Adds an owner to pages that the cache has. The null page, which may be among them, has none."""
         for page in pages:
             if page in self._cached:
                 del self._cached[page]
-            else:
+            elif page:
                 self._num_owners[page] = self._num_owners.get(page, 1) + 1
 
     def free(self, pages: Sequence[int]) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from jaxllm.scheduler.config import SchedulerConfig
 from jaxllm.scheduler.kv_pages import KVPages
 from jaxllm.scheduler.pacing import Pacing
+from jaxllm.scheduler.page_loads import HostPrefix
 from jaxllm.scheduler.request import Request, RequestStatus
 from jaxllm.scheduler.waiting_queue import WaitingQueue
 
@@ -24,28 +25,28 @@ class PageReturns:
         self._pacing = pacing
         self._loads = pages.loads
 
-    def wanted_slots(self, request: Request, shared_pages: Sequence[int]) -> list[int]:
-        """The slots on the host whose pages should be brought back before the request starts, behind those of the
-        device that it would share. None, if computing them again is expected to take less time."""
-        slots = self._pages.slots_behind(request, shared_pages)
-        return slots if slots and self._is_worth(len(slots)) else []
+    def wanted(self, request: Request, shared_pages: Sequence[int]) -> HostPrefix | None:
+        """What should be brought back before the request starts, beyond the pages of the device that it would share.
+        None, also where computing it again is expected to take less time."""
+        prefix = self._pages.on_host(request, shared_pages)
+        return prefix if prefix is not None and self._is_worth(prefix) else None
 
     def note_start(self, request: Request, shared_pages: Sequence[int]) -> None:
         """The request starts. If that leaves pages on the host, the estimate that was against them fades, or it would
         never be put right."""
-        if self._pages.slots_behind(request, shared_pages):
+        if self._pages.on_host(request, shared_pages) is not None:
             self._loads.fade_estimate()
 
-    def has_room(self, num_pages: int) -> bool:
-        """Whether so many pages may set out now, beside those on their way."""
+    def may_set_out(self, prefix: HostPrefix) -> bool:
+        """Whether these pages may be on their way beside those that are."""
         num_loading = self._loads.num_loading_pages
-        return num_loading == 0 or num_loading + num_pages <= self._config.max_loading_pages
+        return num_loading == 0 or num_loading + len(prefix.slots) <= self._config.max_loading_pages
 
-    def begin(self, request: Request, shared_pages: Sequence[int], slots: Sequence[int]) -> None:
+    def begin(self, request: Request, prefix: HostPrefix) -> None:
         """Takes the request out of the queue to wait for its pages."""
         self._waiting.remove(request)
         request.move_to(RequestStatus.WAITING_FOR_PAGES)
-        self._pages.begin_load(request, shared_pages, slots)
+        self._pages.begin_load(request, prefix)
 
     def prefetch(self, num_reserved_pages: int, first_waiting: Callable[[], Request | None]) -> None:
         """Begins to bring back pages of the next requests, which find no row yet. Some free pages are reserved."""
@@ -54,10 +55,11 @@ class PageReturns:
             if request.num_awaited_plans:
                 break
             shared_pages = self._pages.match(request)
-            if shared_pages is not None and (slots := self.wanted_slots(request, shared_pages)):
+            if shared_pages is not None and (prefix := self.wanted(request, shared_pages)) is not None:
                 num_missing = self._pages.num_missing(request, shared_pages)
-                if self.has_room(len(slots)) and num_missing <= self._pages.num_free_pages - num_reserved_pages:
-                    self.begin(request, shared_pages, slots)
+                has_room = num_missing <= self._pages.num_free_pages - num_reserved_pages
+                if has_room and self.may_set_out(prefix) and self._pages.has_room_for(prefix, num_reserved_pages):
+                    self.begin(request, prefix)
                     continue
             self._waiting.remove(request)
             passed.append(request)
@@ -85,9 +87,9 @@ class PageReturns:
         request.move_to(RequestStatus.PREEMPTED if request.has_started else RequestStatus.WAITING)
         self._waiting.push(request)
 
-    def _is_worth(self, num_pages: int) -> bool:
+    def _is_worth(self, prefix: HostPrefix) -> bool:
         if self._config.return_by != "auto":
             return self._config.return_by == "copy"
-        copy_s = self._loads.expected_seconds(num_pages)
-        compute_s = self._pacing.seconds_to_compute(num_pages * self._config.page_size)
+        copy_s = self._loads.expected_seconds(len(prefix.slots))
+        compute_s = self._pacing.seconds_to_compute(prefix.num_new_pages * self._config.page_size)
         return copy_s is None or compute_s is None or copy_s <= compute_s

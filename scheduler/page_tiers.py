@@ -34,14 +34,12 @@ class PageTiers:
         """Pages that can be found here."""
         return len(self._slot_of)
 
-    def find(self, keys: Iterable[bytes]) -> list[int]:
-        """The slots of the first of these keys, as far as each has one."""
-        slots: list[int] = []
-        for key in keys:
-            if (slot := self._slot_of.get(key)) is None:
-                break
-            slots.append(slot)
-        return slots
+    def __contains__(self, key: object) -> bool:
+        return key in self._slot_of
+
+    def slots_of(self, keys: Iterable[bytes]) -> list[int]:
+        """Where these pages lie, which are all here."""
+        return [self._slot_of[key] for key in keys]
 
     def save(self, key: bytes, page: int) -> None:
         """A page of the device that is about to be handed out again. It is kept if there is room."""

@@ -1,9 +1,10 @@
 """Which page holds the keys and values of which tokens."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from hashlib import sha256
 
 from jaxllm.scheduler.request import Request
+from jaxllm.scheduler.windows import num_left_pages
 
 
 class PrefixCache:
@@ -11,13 +12,16 @@ class PrefixCache:
 
     The key of a page is a hash of the key of the page before it and its own tokens; that of the first page starts
     from the request's adapter and salt. Only full pages have one. A page is known here from the step that computes
-    it until it is handed out again.
+    it until it is handed out again. Each group of layers (`SchedulerConfig.windows`) has a page of its own for the
+    same tokens, under a key of its own.
 
     num_queried_tokens, num_hit_tokens: tokens that admitted requests looked for and found, since the start.
     """
 
-    def __init__(self, page_size: int, is_enabled: bool = True) -> None:
+    def __init__(self, page_size: int, is_enabled: bool = True, windows: Sequence[int | None] = (None,)) -> None:
         self._page_size = page_size
+        self._windows = windows
+        self._tags = [b"%d" % group if group else b"" for group in range(len(windows))]
         self.is_enabled = is_enabled
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
@@ -52,24 +56,86 @@ class PrefixCache:
         return keys
 
     def match(self, request: Request) -> list[int]:
-        """The cached pages that the request's tokens begin with. At least one token is left to compute."""
+        """The cached pages that the request's tokens begin with. At least one token is left to compute.
+
+        They go page by page, and group by group within; 0 for those that the next token does not see.
+        """
         if not self.serves(request):
             return []
-        pages: list[int] = []
-        most = (request.num_tokens - 1) // self._page_size
-        for key in self.keys(request):
-            if len(pages) == most or (page := self._page_of.get(key)) is None:
-                break
-            pages.append(page)
-        return pages
+        return [self._page_of[key] if key else 0 for key in self.longest_prefix(request)]
 
-    def register(self, keys: Sequence[bytes], pages: Sequence[int]) -> None:
-        """Makes pages known. Where a key has a page already, the new one stays unknown."""
-        page_of, key_of = self._page_of, self._key_of
+    def longest_prefix(self, request: Request, others: Container[bytes] = ()) -> list[bytes]:
+        """The keys of the pages that the request's tokens begin with, each of which is known here or one of `others`.
+
+        At least one token is left to compute. The keys go page by page, and group by group within, each of its own;
+        an empty one stands for a page that the next token does not see.
+        """
+        keys = self.keys(request)[: (request.num_tokens - 1) // self._page_size]
+        page_of = self._page_of
+        if self._windows == (None,):
+            num_pages = next((i for i, key in enumerate(keys) if key not in page_of and key not in others), len(keys))
+            return keys[:num_pages]
+
+        def is_known(index: int, group: int) -> bool:
+            key = keys[index] + self._tags[group]
+            return key in page_of or key in others
+
+        num_pages = len(keys)
+        for group, window in enumerate(self._windows):
+            if window is None:
+                num_pages = next((i for i in range(num_pages) if not is_known(i, group)), num_pages)
+        is_settled = False
+        while not is_settled:
+            is_settled = True
+            for group, window in enumerate(self._windows):
+                if window is not None and (fewer := self._longest(is_known, num_pages, group, window)) < num_pages:
+                    num_pages, is_settled = fewer, False
+        firsts = [self._first_page(num_pages, window) for window in self._windows]
+        return [
+            key + self._tags[group] if index >= first else b""
+            for index, key in enumerate(keys[:num_pages])
+            for group, first in enumerate(firsts)
+        ]
+
+    def _longest(self, is_known: Callable[[int, int], bool], num_pages: int, group: int, window: int) -> int:
+        """The most pages, up to `num_pages`, of which a group with a window has all that the next token sees."""
+        index = num_pages
+        while index > self._first_page(num_pages, window):
+            index -= 1
+            if not is_known(index, group):
+                num_pages = index  # with any more pages, the next token sees this one too
+        return num_pages
+
+    def _first_page(self, num_pages: int, window: int | None) -> int:
+        """The first page that the token after so many pages sees."""
+        if window is None:
+            return 0
+        return max(0, num_left_pages(num_pages * self._page_size, window, self._page_size))
+
+    def page_of(self, key: bytes) -> int | None:
+        """The page of a group's own key."""
+        return self._page_of.get(key)
+
+    def own_keys(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Those under which the groups have their pages for the same tokens."""
+        return [key + tag for key in keys for tag in self._tags]
+
+    def register(self, keys: Sequence[bytes], pages: Sequence[int], group: int = 0) -> None:
+        """Makes pages of a group known, but for those that are 0. Where a key has a page already, the new one stays
+        unknown."""
+        page_of, key_of, tag = self._page_of, self._key_of, self._tags[group]
         for key, page in zip(keys, pages, strict=True):
-            if key not in page_of:
-                page_of[key] = page
-                key_of[page] = key
+            own_key = key + tag
+            if own_key not in page_of and page:
+                page_of[own_key] = page
+                key_of[page] = own_key
+
+    def restore(self, keys: Sequence[bytes], pages: Sequence[int]) -> None:
+        """Makes pages known again, under the keys that they had in their groups."""
+        for key, page in zip(keys, pages, strict=True):
+            if key not in self._page_of:
+                self._page_of[key] = page
+                self._key_of[page] = key
 
     def forget(self, pages: Iterable[int]) -> None:
         """Of pages that are not known nothing is to be forgotten."""

@@ -1,5 +1,7 @@
 """What is turned away at the door, with the arithmetic."""
 
+from collections import Counter
+
 from jaxllm.scheduler.config import SchedulerConfig
 from jaxllm.scheduler.errors import RequestRefusedError, SchedulerBusyError
 from jaxllm.scheduler.request import Request
@@ -27,7 +29,7 @@ def refuse_if_unservable(request: Request, config: SchedulerConfig) -> None:
         raise RequestRefusedError(
             f"{name}: {num_prompt_tokens:,} prompt tokens and max_tokens {max_tokens:,}, within "
             f"max_model_len {config.max_model_len:,}, make {num_tokens:,} tokens; they need "
-            f"{num_pages:,} pages of {config.page_size:,} tokens, and the KV cache has "
+            f"{num_pages:,} pages of {config.page_size:,} tokens{_over_groups(config)}, and the KV cache has "
             f"{num_pool_pages:,}. Lower max_tokens or give the KV cache more pages."
         )
     if request.priority and config.policy == "fcfs":
@@ -56,3 +58,18 @@ def refuse_if_full(request: Request, config: SchedulerConfig, num_queued: int, n
             f"{name}: its prompt has {request.num_prompt_tokens:,} tokens and {num_queued_tokens:,} are queued; "
             f"max_queued_tokens is {limit:,}. Send it again later, or raise max_queued_tokens."
         )
+
+
+def _over_groups(config: SchedulerConfig) -> str:
+    """What the pages of a request are the sum of, if layers attend differently."""
+    if config.windows == (None,):
+        return ""
+    groups = Counter(config.windows)
+    parts = [
+        f"{number:,} that attend to {'all' if window is None else f'{window:,} tokens'}"
+        for window, number in groups.items()
+    ]
+    return (
+        f" over {config.num_groups:,} groups of layers ({', '.join(parts)}, "
+        f"of steps of at most {config.max_num_batched_tokens:,} tokens)"
+    )

@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxllm.scheduler.config import SchedulerConfig
 from jaxllm.scheduler.request import Request
+from jaxllm.scheduler.windows import num_left_pages, num_window_pages
 
 _STOP_BITS = 0xFFFF
 _NO_PRIORITY = np.iinfo(np.int64).min
@@ -35,8 +36,11 @@ class RunningTable:
     max_total_tokens: int32[R], prompt and output may not be longer.
     num_draft_tokens: int32[R], drafts behind the known tokens, to be verified in the next step.
     is_verifying: bool[R], whether a launched step verifies drafts of the row.
-    page_table: int32[R, P], the pages of each row; the null page 0 after them.
-    num_pages: int32[R].
+    page_table: int32[G, R, P], the pages of each row in each group of layers; the null page 0 after them, and in
+        place of those that left the group's window.
+    group_tables: the same for each group, int32[R, P]: views.
+    num_pages: int32[R], pages that the row spans in each group, since all groups hold the same tokens.
+    first_page: int32[G, R], how many of them left the group's window. Groups of one window are alike.
     num_slots: int32[R], tokens that the pages hold.
     num_registered_pages: int32[R], of the first pages: those that the prefix cache was told of.
     sampling: int32[6, R], the bits of the `SamplingRow`, one field after the other.
@@ -59,7 +63,11 @@ class RunningTable:
         self.num_tokens, self.num_total_tokens, self.num_computed_tokens, self.max_total_tokens = self._counters[:4]
         self.num_pages, self.num_slots, self.num_registered_pages, self.num_draft_tokens = self._counters[4:]
         self.is_verifying = np.zeros(num_rows, bool)
-        self.page_table = np.zeros((num_rows, config.max_pages_per_seq), np.int32)
+        self.num_groups = config.num_groups
+        self.page_table = np.zeros((config.num_groups, num_rows, config.max_pages_per_seq), np.int32)
+        self.group_tables = list(self.page_table)
+        self.first_page = np.zeros((config.num_groups, num_rows), np.int32)
+        self._has_windows = any(config.windows)
         self.sampling = np.zeros((6, num_rows), np.int32)
         self.tenant = np.zeros(num_rows, np.int64)
         self.priority = np.full(num_rows, _NO_PRIORITY)
@@ -110,10 +118,10 @@ class RunningTable:
 
     def release(self, rows: np.ndarray) -> list[list[int]]:
         """Takes rows (int[M], distinct) from their requests, which get their known tokens back. Returns the pages of
-        each row."""
+        each row, the beginnings of all groups first."""
         num_pages = self.num_pages[rows].tolist()
         most = max(num_pages)
-        pages = self.page_table[rows, :most].tolist()
+        pages = self._by_page(rows, 0, most)
         for request in self.requests_of(rows):
             request.detach()
             for token_id in request.stop_token_ids:
@@ -121,7 +129,10 @@ class RunningTable:
                 self._num_stops[bits] -= 1
                 if not self._num_stops[bits]:
                     self._is_stop[bits] = False
-        self.page_table[rows, :most] = 0
+        for table in self.group_tables:
+            table[rows, :most] = 0
+        if self._has_windows:
+            self.first_page[:, rows] = 0
         self._counters[:, rows] = 0
         if self.num_verifying:
             self.num_verifying -= int(np.count_nonzero(self.is_verifying[rows]))
@@ -130,7 +141,9 @@ class RunningTable:
         self.released_at[rows] = self.last_release = self.clock
         self.requests[rows] = None
         self._free_rows += rows.tolist()
-        return [row_pages[:number] for row_pages, number in zip(pages, num_pages, strict=True)]
+        if self._has_windows:
+            return [[page for page in row_pages if page] for row_pages in pages]
+        return [row_pages[: number * self.num_groups] for row_pages, number in zip(pages, num_pages, strict=True)]
 
     def known_token_ids(self, row: int) -> np.ndarray:
         """int32[num_tokens]: a view of the row's tokens that the host knows."""
@@ -181,30 +194,45 @@ class RunningTable:
         self.num_verifying -= 1
         self.is_verifying[row] = False
 
-    def append_page(self, rows: np.ndarray, pages: list[int]) -> None:
-        """One more page for each of these rows (int[M], distinct)."""
-        self.page_table[rows, self.num_pages[rows]] = pages
+    def append_page(self, rows: np.ndarray, pages: Sequence[int]) -> None:
+        """One more page in each group for each of these rows (int[M], distinct); `pages` are G*M, in any order."""
+        number, num_pages_M = len(rows), self.num_pages[rows]
+        for group, table in enumerate(self.group_tables):
+            table[rows, num_pages_M] = pages[group * number : (group + 1) * number]
         self.num_pages[rows] += 1
         self.num_slots[rows] += self._page_size
 
     def pop_pages(self, row: int, num_pages: int) -> list[int]:
-        """Takes the last pages of a row from it."""
+        """Takes the last pages of each group from a row. None of them has left a window."""
         start, end = self.num_pages[row] - num_pages, self.num_pages[row]
-        pages = self.page_table[row, start:end].tolist()
-        self.page_table[row, start:end] = 0
+        [pages] = self._by_page(np.array([row]), start, end)
+        self.page_table[:, row, start:end] = 0
         self.num_pages[row] -= num_pages
         self.num_slots[row] -= num_pages * self._page_size
         return pages
 
     def append_pages(self, row: int, pages: Sequence[int]) -> None:
-        """More pages for one row."""
+        """More pages for one row: the first of each group, the second of each group ..."""
         start = self.num_pages.item(row)
-        self.num_pages[row] = end = start + len(pages)
+        self.num_pages[row] = end = start + len(pages) // self.num_groups
         self.num_slots[row] = end * self._page_size
-        if len(pages) == 1:
-            self.page_table[row, start] = pages[0]
+        if end == start + 1:
+            for page, table in zip(pages, self.group_tables, strict=True):
+                table[row, start] = page
         else:
-            self.page_table[row, start:end] = pages
+            for group, table in enumerate(self.group_tables):
+                table[row, start:end] = pages[group :: self.num_groups]
+
+    def leave_pages(self, groups: np.ndarray, rows: np.ndarray, first_pages: np.ndarray) -> list[int]:
+        """The pages before `first_pages` (int[M]) of these rows (int[M], distinct) have left the window of these
+        groups, and are taken from the rows."""
+        left: list[int] = []
+        starts = self.first_page[groups[0], rows].tolist()
+        for row, start, end in zip(rows.tolist(), starts, first_pages.tolist(), strict=True):
+            left += self.page_table[groups, row, start:end].T.ravel().tolist()
+            self.page_table[groups, row, start:end] = 0
+        self.first_page[groups[:, None], rows] = first_pages
+        return left
 
     def num_full_pages(self, rows: np.ndarray | slice = slice(None)) -> np.ndarray:
         """int32[M], of these rows (int[M]; all, if left out): pages whose tokens are all known, and computed by
@@ -218,8 +246,16 @@ class RunningTable:
 
     @property
     def _is_owned(self) -> np.ndarray:
-        """bool[R, P]: where the page table holds a page of the row."""
-        return np.arange(self.page_table.shape[1]) < self.num_pages[:, None]
+        """bool[G, R, P]: where the page table holds a page of the row."""
+        page_P = np.arange(self.page_table.shape[2])
+        return (page_P < self.num_pages[:, None]) & (page_P >= self.first_page[..., None])
+
+    def _by_page(self, rows: np.ndarray, start: int, end: int) -> list[list[int]]:
+        """For each of these rows (int[M]) its page `start` in each group, the next one in each group ..."""
+        if self.num_groups == 1:
+            return cast(list[list[int]], self.group_tables[0][rows, start:end].tolist())
+        pages_MPG = self.page_table[:, rows, start:end].transpose(1, 2, 0)
+        return cast(list[list[int]], pages_MPG.reshape(len(rows), -1).tolist())
 
     def check_integrity(self) -> None:
         """Asserts that the numbers of the rows agree with each other. For tests."""
@@ -227,6 +263,7 @@ class RunningTable:
         assert sorted(self._free_rows) == free_rows
         assert all(request.row == row for row, request in enumerate(self.requests) if request is not None)
         assert not self._counters[:, free_rows].any(), "a free row is not blank"
+        assert not self.first_page[:, free_rows].any(), "a free row is not blank"
         assert self.num_verifying == np.count_nonzero(self.is_verifying)
         assert (self.num_tokens <= self.num_total_tokens).all()
         assert (self.num_total_tokens <= self.max_total_tokens).all()
@@ -237,7 +274,16 @@ class RunningTable:
         assert (self.num_computed_tokens <= self.num_slots).all()
         assert (self.num_slots - self.num_computed_tokens < self._page_size).all(), "a page too many"
         assert (self.num_registered_pages <= self.num_full_pages()).all()
-        assert ((self.page_table != 0) == self._is_owned).all(), "a page is null, or lies beyond num_pages"
+        assert ((self.page_table != 0) == self._is_owned).all(), "a page is null, or out of place"
+        assert (self.first_page <= self.num_pages).all()
+        for window, first_page_R in zip(self._config.windows, self.first_page, strict=True):
+            if window is None:
+                assert not first_page_R.any()
+            else:
+                most = num_window_pages(window, self._config.max_num_batched_tokens, self._page_size)
+                assert (self.num_pages - first_page_R <= most).all(), "a row holds more than its window"
+                left_R = num_left_pages(self.num_computed_tokens, window, self._page_size)
+                assert (first_page_R <= np.maximum(left_R, 0)).all(), "a page left that the next token sees"
         stops = [token_id & _STOP_BITS for request in self.running_requests for token_id in request.stop_token_ids]
         num_stops = np.bincount(np.array(stops, int), minlength=_STOP_BITS + 1)
         assert self._num_stops == num_stops.tolist()

@@ -268,6 +268,7 @@ class Scheduler:
             num_free_pages=pool.num_free_pages,
             num_used_pages=pool.num_pages - 1 - pool.num_free_pages,
             num_cached_pages=pool.num_cached_pages,
+            num_left_pages=planner.pages.num_left_pages,
             num_host_pages=len(tiers),
             num_saved_pages=tiers.num_saved_pages,
             num_loaded_pages=loads.num_loaded_pages,

@@ -60,8 +60,9 @@ class SchedulerStats:
     num_queued_tokens: of the requests that wait.
     queue_age_s: since the arrival of the oldest request that waits; 0 if none does.
     num_free_pages, num_used_pages: of the KV cache, without the null page. Used ones belong to requests that run, or
-        that wait for the rest of their pages to come from the host.
+        that wait for the rest of their pages to come from the host. Each group of layers has its own.
     num_cached_pages: those of the free pages whose content a request may still find.
+    num_left_pages: pages that running requests gave back because they had left a sliding window, since the start.
     num_host_pages: of the host's memory that hold content.
     num_saved_pages, num_loaded_pages, num_lost_pages, num_failed_pages: copied to the host and back, given up, and
         those whose copy failed, since the start.
@@ -81,6 +82,7 @@ class SchedulerStats:
     num_free_pages: int
     num_used_pages: int
     num_cached_pages: int
+    num_left_pages: int
     num_host_pages: int
     num_saved_pages: int
     num_loaded_pages: int

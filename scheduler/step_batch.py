@@ -34,18 +34,18 @@ class Field:
 
 
 @lru_cache(maxsize=256)
-def fields(bucket: Bucket, max_pages_per_seq: int) -> Mapping[str, Field]:
+def fields(bucket: Bucket, max_pages_per_seq: int, num_groups: int) -> Mapping[str, Field]:
     """The layout of the buffer, in order and without gaps: for the builder, and for who unpacks it.
 
-    The names and meanings are those of `StepBatch`.
+    The names and meanings are those of `StepBatch`; P is `max_pages_per_seq`, G is `num_groups`.
     """
-    T, S, P = bucket.num_tokens, bucket.num_seqs, max_pages_per_seq
+    T, S, P, G = bucket.num_tokens, bucket.num_seqs, max_pages_per_seq, num_groups
     shapes: dict[str, tuple[tuple[int, ...], np.dtype]] = {
         "token_ids": ((T,), _INT32),
         "positions": ((T,), _INT32),
         "cu_q_lens": ((S + 1,), _INT32),
         "kv_lens": ((S,), _INT32),
-        "page_table": ((S, P), _INT32),
+        "page_table": ((G, S, P), _INT32),
         "rows": ((S,), _INT32),
         "logits_rows": ((S,), _INT32),
         "from_device": ((S,), _INT32),
@@ -66,7 +66,8 @@ def fields(bucket: Bucket, max_pages_per_seq: int) -> Mapping[str, Field]:
 
 
 class StepBatch:
-    """One step, padded to T tokens, S rows and P pages a row. Its arrays are views into `buffer`, made when asked for.
+    """One step, padded to T tokens, S rows, and P pages of each group a row. Its arrays are views into `buffer`, made
+    when asked for.
 
     Each step has a buffer of its own: a device on the host's memory may read it while the step is in flight.
 
@@ -76,7 +77,8 @@ class StepBatch:
     positions: int32[T], the place of each token in its sequence; 0 for padding.
     cu_q_lens: int32[S+1]. The tokens of row i are cu_q_lens[i] to cu_q_lens[i+1]; padding rows have none.
     kv_lens: int32[S], tokens whose keys and values are in the row's pages after this step; 0 for padding.
-    page_table: int32[S, P], the pages of the row; the null page 0 after them.
+    page_table: int32[G, S, P], the pages of the row in each group of layers; the null page 0 after them, and in place
+        of those that left the group's window.
     rows: int32[S], the row of the running table, and of the device's own state; max_num_seqs for padding.
     logits_rows: int32[S], the index among the T of the row's last token; 0 for padding.
     from_device: int32[S], 1 if the row's one token is what the device sampled for it last, else 0.
@@ -102,7 +104,7 @@ class StepBatch:
     @classmethod
     def empty(cls, bucket: Bucket, table: RunningTable) -> "StepBatch":
         """A batch of padding only."""
-        layout = fields(bucket, table.page_table.shape[1])
+        layout = fields(bucket, table.page_table.shape[2], table.num_groups)
         batch = cls(bucket, np.zeros(layout["num_seqs"].end, np.int32), layout)
         batch.rows.fill(table.num_rows)
         batch.top_p.fill(1.0)
@@ -113,9 +115,9 @@ class StepBatch:
         """The plan's step, from the table as `schedule` left it. The bucket must fit the plan."""
         num_seqs, num_tokens, rows = plan.num_seqs, plan.num_tokens, plan.rows
         assert bucket.fits(num_tokens, num_seqs, plan.is_decode_only), f"{plan} does not fit {bucket}"
-        T, S, P = bucket.num_tokens, bucket.num_seqs, table.page_table.shape[1]
-        layout = fields(bucket, P)
-        at = _offsets(bucket, P)
+        T, S, G, P = bucket.num_tokens, bucket.num_seqs, table.num_groups, table.page_table.shape[2]
+        layout = fields(bucket, P, G)
+        at = _offsets(bucket, P, G)
         buffer = np.zeros(layout["num_seqs"].end, np.int32)
         numbers_S = _numbers(S)
         q_lens = plan.num_scheduled_tokens
@@ -140,9 +142,11 @@ class StepBatch:
             np.subtract(q_ends, 1, out=buffer[at.logits_rows : at.logits_rows + num_seqs])
         buffer[at.cu_q_lens + 1 + num_seqs : at.cu_q_lens + 1 + S] = num_tokens
         np.add(plan.num_computed_tokens, q_lens, out=buffer[at.kv_lens : at.kv_lens + num_seqs])
-        page_table = buffer[at.page_table : at.page_table + S * P].reshape(S, P)
-        num_pages = int(table.num_pages.max())
-        page_table[:num_seqs, :num_pages] = table.page_table[:, :num_pages].take(rows, axis=0)
+        num_pages, start = int(table.num_pages.max()), at.page_table
+        for page_table_RP in table.group_tables:
+            page_table_SP = buffer[start : start + S * P].reshape(S, P)
+            page_table_SP[:num_seqs, :num_pages] = page_table_RP[:, :num_pages].take(rows, axis=0)
+            start += S * P
         buffer[at.rows : at.rows + num_seqs] = rows
         buffer[at.rows + num_seqs : at.rows + S] = table.num_rows
         buffer[at.from_device : at.from_device + num_seqs] = plan.from_device
@@ -172,8 +176,8 @@ class _Offsets(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _offsets(bucket: Bucket, max_pages_per_seq: int) -> _Offsets:
-    layout = fields(bucket, max_pages_per_seq)
+def _offsets(bucket: Bucket, max_pages_per_seq: int, num_groups: int) -> _Offsets:
+    layout = fields(bucket, max_pages_per_seq, num_groups)
     offsets = {name: layout[name].offset for name in _Offsets._fields if name != "sampling"}
     return _Offsets(sampling=layout["temperature"].offset, **offsets)
 

@@ -70,6 +70,11 @@ class StepPlanner:
         return self.table.num_rows - self.table.num_free_rows
 
     @property
+    def _num_reserved_pages(self) -> int:
+        """For the running rows: the next page of each, in each group."""
+        return self.num_running * self.config.num_groups
+
+    @property
     def last_step(self) -> StepTokens:
         """Tokens of the last plan."""
         if self._last_plan is None:
@@ -86,6 +91,7 @@ class StepPlanner:
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can run. The table then counts its tokens as computed."""
         self._started = []
+        self.pages.leave_windows()
         scheduled_R = self.table.num_wanted_tokens()
         if self._prompt_row is not None and scheduled_R[self._prompt_row] <= 1:
             self._prompt_row = None
@@ -105,7 +111,7 @@ class StepPlanner:
                 left = self._admit(scheduled_R, left, reading_row)
                 if len(self.pages.tiers) and not self.table.num_free_rows:
                     self.pages.begin_admissions(reading_row)
-                    self.returns.prefetch(self.num_running, self._first_waiting)
+                    self.returns.prefetch(self._num_reserved_pages, self._first_waiting)
             is_mixed = is_mixed or left < budget
         plan = self._commit(scheduled_R, is_mixed, now)
         if self.config.num_host_pages:
@@ -182,8 +188,8 @@ class StepPlanner:
             rows = rows[rows != self._prompt_row]
         if not rows.size:
             return False
-        has_preempted = rows.size > self.pages.num_free_pages
-        while rows.size > self.pages.num_free_pages:
+        has_preempted = rows.size > self.pages.num_growths
+        while rows.size > self.pages.num_growths:
             last = max([*table.running_requests, *self.pages.loads.requests], key=self._policy.rank)
             if last in self.pages.loads:
                 self.returns.give_up(last)
@@ -202,7 +208,7 @@ class StepPlanner:
         budget = self.config.max_num_batched_tokens - self._num_served(scheduled_R)
         for row in np.flatnonzero((table.num_draft_tokens > 0) & (scheduled_R == 1)).tolist():
             num_computed, num_slots = int(table.num_computed_tokens[row]), int(table.num_slots[row])
-            num_spare = max(0, self.pages.num_free_pages - self.num_running) * self.config.page_size
+            num_spare = max(0, self.pages.num_growths - self.num_running) * self.config.page_size
             number = min(int(table.num_draft_tokens[row]), budget, num_slots + num_spare - num_computed - 1)
             table.num_draft_tokens[row] = number
             scheduled_R[row] += number
@@ -237,7 +243,7 @@ class StepPlanner:
             self.preempt(table.requests[row], scheduled_R)
             return budget
         num_computed = table.num_computed_tokens.item(row)
-        num_fitting = table.num_slots.item(row) + self.pages.num_free_pages * self.config.page_size - num_computed
+        num_fitting = table.num_slots.item(row) + self.pages.num_growths * self.config.page_size - num_computed
         num_tokens = min(int(scheduled_R[row]), budget, num_fitting)
         self.pages.grow(row, num_computed + num_tokens)
         if num_tokens == scheduled_R[row]:
@@ -256,7 +262,8 @@ class StepPlanner:
         if not pages.cache.serves(request):
             return False
         shared_pages = pages.cache.match(first)
-        num_spare = pages.num_free_pages + pages.num_freed_by([row], shared_pages) - (self.num_running - 1)
+        num_spare = pages.num_free_pages + pages.num_freed_by([row], shared_pages)
+        num_spare -= (self.num_running - 1) * self.config.num_groups
         return pages.num_missing(first, shared_pages) <= num_spare
 
     def _admit(self, scheduled_R: np.ndarray, budget: int, reading_row: int | None) -> int:
@@ -280,8 +287,8 @@ class StepPlanner:
             if request.num_awaited_plans:
                 break
             shared_pages = self.pages.match(request)
-            slots = [] if shared_pages is None else self.returns.wanted_slots(request, shared_pages)
-            if shared_pages is None or (slots and not self.returns.has_room(len(slots))):
+            prefix = None if shared_pages is None else self.returns.wanted(request, shared_pages)
+            if shared_pages is None or (prefix is not None and not self.returns.may_set_out(prefix)):
                 if len(deferred) == _MAX_DEFERRED:
                     break
                 self._waiting.remove(request)
@@ -289,10 +296,12 @@ class StepPlanner:
                 continue
             if not self._make_room(request, shared_pages, scheduled_R):
                 break
-            if slots:
-                self.returns.begin(request, shared_pages, slots)
-            else:
+            if prefix is None:
                 budget -= self._start(request, shared_pages, scheduled_R, budget)
+            elif self.pages.has_room_for(prefix, self._num_reserved_pages):
+                self.returns.begin(request, prefix)
+            else:
+                break
         for request in deferred:
             self._waiting.push(request)
         return budget
@@ -305,7 +314,7 @@ class StepPlanner:
             self.returns.note_start(request, shared_pages)
         self._waiting.remove(request)
         self._started.append(request)
-        num_computed = len(shared_pages) * self.config.page_size
+        num_computed = len(shared_pages) // self.config.num_groups * self.config.page_size
         num_wanted = request.num_tokens - num_computed
         num_tokens = min(num_wanted, budget)
         row = self.table.admit(request, self._tenants.start(request))
@@ -402,22 +411,22 @@ class StepPlanner:
     def _make_room(self, request: Request, shared_pages: list[int], scheduled_R: np.ndarray) -> bool:
         """Whether there are a row and pages for the request, if need be after preempting those that it outranks.
 
-        One page for each running row, its next, does not count as free: else a prompt would often be read only to be
-        preempted.
+        Reserved pages do not count as free: else a prompt would often be read only to be preempted.
         """
-        pages, table = self.pages, self.table
-        num_spare = pages.num_free_pages - self.num_running
+        pages, table, num_groups = self.pages, self.table, self.config.num_groups
+        num_spare = pages.num_free_pages - self._num_reserved_pages
         if table.num_free_rows and pages.num_missing(request, shared_pages) <= num_spare:
             return True
         if not self._outranks_some(request):
             return False
         outranked = [other for other in table.running_requests if request.priority < other.priority]
         outranked.sort(key=self._policy.rank)
-        num_spare += pages.num_freed_by([cast(int, other.row) for other in outranked], shared_pages) + len(outranked)
+        num_spare += pages.num_freed_by([cast(int, other.row) for other in outranked], shared_pages)
+        num_spare += len(outranked) * num_groups
         if pages.num_missing(request, shared_pages) > num_spare:
             return False
         while outranked:
             self.preempt(outranked.pop(), scheduled_R)
-            if pages.num_missing(request, shared_pages) <= pages.num_free_pages - self.num_running:
+            if pages.num_missing(request, shared_pages) <= pages.num_free_pages - self._num_reserved_pages:
                 return True
         return False

@@ -192,6 +192,7 @@ def _scheduler_config(config: ResolvedConfig, runner: Runner) -> SchedulerConfig
             max_model_len=config.max_model_len,
             page_size=config.page_size,
             num_pages=runner.num_pages,
+            windows=runner.groups.windows,
             enable_prefix_caching=config.enable_prefix_caching,
             policy=config.scheduling_policy,
             max_queued_requests=config.max_queued_requests,

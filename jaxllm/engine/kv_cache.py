@@ -17,9 +17,10 @@ KV_CACHE_PARTITION = PartitionSpec(None, "model")
 
 @dataclass(frozen=True, kw_only=True)
 class KVCacheLayout:
-    """Everything about the cache but its number of pages: per-layer arrays, split over "model" by KV heads."""
+    """Everything about the cache but its number of pages: arrays split over "model" by KV heads, as many as a group of
+    layers has layers (`LayerGroups`)."""
 
-    num_layers: int
+    num_arrays: int
     page_size: int
     num_kv_heads: int
     head_dim: int
@@ -28,9 +29,9 @@ class KVCacheLayout:
     sharding: NamedSharding
 
     def structs(self, num_pages: int) -> list[jax.ShapeDtypeStruct]:
-        """One layer's array, for each layer."""
+        """One array, for each of them."""
         shape = kv_cache_shape(self._spec(num_pages), self.implementation)
-        return [jax.ShapeDtypeStruct(shape, self.dtype, sharding=self.sharding)] * self.num_layers
+        return [jax.ShapeDtypeStruct(shape, self.dtype, sharding=self.sharding)] * self.num_arrays
 
     def check_support(self, num_heads: int, q_dtype: jnp.dtype, max_seqs: int, max_pages_per_seq: int) -> None:
         """Raises ConfigError for what the kernel cannot do; `num_heads` query heads are split like the KV heads."""
@@ -56,9 +57,9 @@ class KVCacheLayout:
         )
 
     def page_bytes(self) -> int:
-        """Bytes that one page takes on each device, over all layers."""
+        """Bytes that one page takes on each device, over all arrays."""
         (struct, *_) = self.structs(1)
-        return self.num_layers * prod(self.sharding.shard_shape(struct.shape)) * self.dtype.itemsize
+        return self.num_arrays * prod(self.sharding.shard_shape(struct.shape)) * self.dtype.itemsize
 
     def allocate(self, num_pages: int) -> list[jax.Array]:
         structs = self.structs(num_pages)

@@ -15,12 +15,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxllm.config import ResolvedConfig
 from jaxllm.engine.kv_cache import KV_CACHE_PARTITION, KVCacheLayout, MemoryBudget, memory_limit_bytes
 from jaxllm.engine.step_program import StepResult, make_step
+from jaxllm.layers.layer_groups import LayerGroups
 from jaxllm.layers.parameter import activation_dtype
 from jaxllm.models.model import Model
 from jaxllm.models.registry import ModelConfig
 from jaxllm.pallas_kernels.ragged_paged_attention import default_implementation
 from jaxllm.scheduler.buckets import Bucket, declare_buckets
 from jaxllm.scheduler.step_batch import StepBatch, fields
+from jaxllm.scheduler.windows import num_request_pages
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +57,9 @@ class Runner:
         self._platform = mesh.devices.flat[0].platform
         with jax.set_mesh(mesh):
             self._implementation = config.attention_implementation or default_implementation()
+        self.groups = LayerGroups.of(model.config.sliding_windows, config.max_model_len)
         self._layout = KVCacheLayout(
-            num_layers=model.config.num_layers,
+            num_arrays=self.groups.num_arrays,
             page_size=config.page_size,
             num_kv_heads=model.config.num_kv_heads,
             head_dim=model.config.head_dim,
@@ -127,7 +130,10 @@ class Runner:
         limit_bytes = memory_limit_bytes(
             self._mesh.local_devices[0], config.memory_utilization, self._model.weights_bytes
         )
-        at_least, at_most = config.max_pages_per_seq + 1, config.max_num_seqs * config.max_pages_per_seq + 1
+        num_pages = num_request_pages(
+            config.max_model_len, self.groups.windows, config.max_num_batched_tokens, config.page_size
+        )
+        at_least, at_most = num_pages + 1, config.max_num_seqs * num_pages + 1
         itemsize = activation_dtype(jnp.dtype(config.dtype), self._platform).itemsize
         num_devices = self._mesh.shape["model"]
         temporaries_bytes = _estimate_temporaries_bytes(self._model.config, self.buckets[-1], itemsize, num_devices)
@@ -156,15 +162,15 @@ class Runner:
     def _compile(self, bucket: Bucket) -> int:
         """Makes the bucket's program. Returns the bytes of its temporaries."""
         config = self._config
-        step = make_step(self._model, bucket, config.max_pages_per_seq, self._implementation)
-        packed_size = fields(bucket, config.max_pages_per_seq)["num_seqs"].end
+        step = make_step(self._model, bucket, config.max_pages_per_seq, self.groups, self._implementation)
+        packed_size = fields(bucket, config.max_pages_per_seq, self.groups.num_groups)["num_seqs"].end
         arguments = (
             self._model.structs,
             self._layout.structs(self.num_pages),
             jax.ShapeDtypeStruct((config.max_num_seqs + 1,), jnp.int32, sharding=self._whole),
             jax.ShapeDtypeStruct((packed_size,), jnp.int32, sharding=self._whole),
         )
-        out_shardings = ([self._layout.sharding] * self._layout.num_layers, self._whole, self._whole)
+        out_shardings = ([self._layout.sharding] * self._layout.num_arrays, self._whole, self._whole)
         with jax.set_mesh(self._mesh):
             lowered = jax.jit(step, donate_argnums=(1, 2), out_shardings=out_shardings).lower(*arguments)
             program = lowered.compile(_compiler_options(bucket, self._platform))

@@ -9,6 +9,8 @@ from jax import Array, lax
 
 from jaxllm.engine.sampler import SamplingArrays, sample
 from jaxllm.layers.attention import StepMetadata
+from jaxllm.layers.kv_caches import KVCaches
+from jaxllm.layers.layer_groups import LayerGroups
 from jaxllm.models.model import Model
 from jaxllm.scheduler.buckets import Bucket
 from jaxllm.scheduler.step_batch import Field, fields
@@ -32,14 +34,16 @@ def unpack(packed: Array, layout: Mapping[str, Field]) -> dict[str, Array]:
     return arrays
 
 
-def make_step(model: Model, bucket: Bucket, max_pages_per_seq: int, implementation: str | None) -> Step:
+def make_step(
+    model: Model, bucket: Bucket, max_pages_per_seq: int, groups: LayerGroups, implementation: str | None
+) -> Step:
     """The step function of one bucket: (weights, kv_pages, last_token_ids, packed) -> (caches, state, result).
 
-    kv_pages: one array for each layer, to be donated. last_token_ids: int32 [max_num_seqs + 1], to be donated: what
+    kv_pages: the arrays of `LayerGroups`, to be donated. last_token_ids: int32 [max_num_seqs + 1], to be donated: what
     was last sampled for each row of the running table; the last element is for padding rows. It feeds the rows whose
     newest token the host has not seen yet.
     """
-    layout = fields(bucket, max_pages_per_seq)
+    layout = fields(bucket, max_pages_per_seq, groups.num_groups)
 
     def step(
         weights: list[Array], kv_pages: list[Array], last_token_ids: Array, packed: Array
@@ -52,18 +56,18 @@ def make_step(model: Model, bucket: Bucket, max_pages_per_seq: int, implementati
         metadata = StepMetadata(
             positions_T=batch["positions"],
             kv_lens_S=batch["kv_lens"],
-            page_table_SP=batch["page_table"],
             cu_q_lens=batch["cu_q_lens"],
             num_seqs=batch["num_seqs"],
             decode_only=bucket.is_decode_only,
             implementation=implementation,
         )
         module = model.bind(weights)
-        hidden_TD, kv_pages = module(token_ids_T, kv_pages, metadata)
+        caches = KVCaches(kv_pages, batch["page_table"], groups)
+        hidden_TD = module(token_ids_T, caches, metadata)
         logits_SV = module.logits(hidden_TD[logits_rows_S])
 
         sampling = SamplingArrays(*(batch[name] for name in SamplingArrays._fields))
         sampled_S = sample(logits_SV, sampling, batch["positions"][logits_rows_S] + 1)
-        return kv_pages, last_token_ids.at[rows_S].set(sampled_S), StepResult(sampled_S)
+        return caches.arrays, last_token_ids.at[rows_S].set(sampled_S), StepResult(sampled_S)
 
     return step

@@ -10,6 +10,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import PartitionSpec
 
+from jaxllm.layers.kv_caches import LayerCache
 from jaxllm.layers.linear import Linear
 from jaxllm.layers.norm import RMSNorm
 from jaxllm.layers.rope import Rotation, rotate
@@ -17,11 +18,10 @@ from jaxllm.pallas_kernels.ragged_paged_attention import ragged_paged_attention
 
 
 class StepMetadata(NamedTuple):
-    """Which tokens of a step belong to which sequence, and where their KV lies. See `ragged_paged_attention`."""
+    """Which tokens of a step belong to which sequence. See `ragged_paged_attention`."""
 
     positions_T: Array
     kv_lens_S: Array
-    page_table_SP: Array
     cu_q_lens: Array
     num_seqs: Array
     decode_only: bool  # Static: every real row has one token.
@@ -63,7 +63,9 @@ class Attention(nnx.Module):
         assert config.qk_norm_eps is not None
         return RMSNorm(config.head_dim, eps=config.qk_norm_eps, unit_offset=config.unit_offset_norm)
 
-    def __call__(self, x_TD: Array, rotation: Rotation, kv_pages: Array, metadata: StepMetadata) -> tuple[Array, Array]:
+    def __call__(
+        self, x_TD: Array, rotation: Rotation, cache: LayerCache, metadata: StepMetadata
+    ) -> tuple[Array, LayerCache]:
         """(output [T, D], the cache with this step's K and V)."""
         config = self.config
         shape = (x_TD.shape[0], -1, config.head_dim)
@@ -71,13 +73,13 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q_TNH, k_TKH = self.q_norm(q_TNH), self.k_norm(k_TKH)
         q_TNH, k_TKH = rotate(q_TNH, rotation), rotate(k_TKH, rotation)
-        out_TNH, kv_pages = _attend(q_TNH, k_TKH, v_TKH, kv_pages, metadata, config)
-        return self.out(out_TNH.reshape(-1, config.num_heads * config.head_dim)), kv_pages
+        out_TNH, cache = _attend(q_TNH, k_TKH, v_TKH, cache, metadata, config)
+        return self.out(out_TNH.reshape(-1, config.num_heads * config.head_dim)), cache
 
 
 def _attend(
-    q_TNH: Array, k_TKH: Array, v_TKH: Array, kv_pages: Array, metadata: StepMetadata, config: AttentionConfig
-) -> tuple[Array, Array]:
+    q_TNH: Array, k_TKH: Array, v_TKH: Array, cache: LayerCache, metadata: StepMetadata, config: AttentionConfig
+) -> tuple[Array, LayerCache]:
     """The kernel, on each device for the heads it holds."""
     kernel = partial(
         ragged_paged_attention,
@@ -96,13 +98,14 @@ def _attend(
             out_specs=(heads, pages),
             check_vma=False,
         )
-    return kernel(
+    out_TNH, kv_pages = kernel(
         q_TNH,
         k_TKH,
         v_TKH,
-        kv_pages,
+        cache.kv_pages,
         metadata.kv_lens_S,
-        metadata.page_table_SP,
+        cache.page_table_SP,
         metadata.cu_q_lens,
         metadata.num_seqs,
     )
+    return out_TNH, cache._replace(kv_pages=kv_pages)

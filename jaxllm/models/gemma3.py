@@ -1,6 +1,5 @@
 """Gemma 3, text (Gemma Team, arXiv 2503.19786): local and global layers, QK-norm, norms around each block."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ from jax import Array
 from jaxllm.errors import UnsupportedModelError
 from jaxllm.layers.attention import Attention, AttentionConfig, StepMetadata
 from jaxllm.layers.embedding import Embedding
+from jaxllm.layers.kv_caches import KVCaches, LayerCache
 from jaxllm.layers.mlp import GatedMLP, check_activation
 from jaxllm.layers.norm import RMSNorm
 from jaxllm.layers.rope import RopeConfig, Rotation, make_rope
@@ -105,10 +105,12 @@ class Gemma3Layer(nnx.Module):
         self.mlp_norm, self.mlp_out_norm = norm(), norm()
         self.mlp = GatedMLP(config.model_dim, config.ff_dim, config.activation, dtype)
 
-    def __call__(self, x_TD: Array, rotation: Rotation, kv_pages: Array, metadata: StepMetadata) -> tuple[Array, Array]:
-        attention_TD, kv_pages = self.attention(self.attention_norm(x_TD), rotation, kv_pages, metadata)
+    def __call__(
+        self, x_TD: Array, rotation: Rotation, cache: LayerCache, metadata: StepMetadata
+    ) -> tuple[Array, LayerCache]:
+        attention_TD, cache = self.attention(self.attention_norm(x_TD), rotation, cache, metadata)
         x_TD = x_TD + self.attention_out_norm(attention_TD)
-        return x_TD + self.mlp_out_norm(self.mlp(self.mlp_norm(x_TD))), kv_pages
+        return x_TD + self.mlp_out_norm(self.mlp(self.mlp_norm(x_TD))), cache
 
 
 class Gemma3(nnx.Module):
@@ -122,19 +124,15 @@ class Gemma3(nnx.Module):
         self.norm = RMSNorm(config.model_dim, eps=config.norm_eps, unit_offset=True)
         self.head = None if config.tie_embeddings else Embedding(config.vocab_size, config.model_dim, dtype)
 
-    def __call__(
-        self, token_ids_T: Array, kv_pages: Sequence[Array], metadata: StepMetadata
-    ) -> tuple[Array, list[Array]]:
-        """(hidden states [T, D] before the last norm, the caches with this step's K and V)."""
+    def __call__(self, token_ids_T: Array, caches: KVCaches, metadata: StepMetadata) -> Array:
+        """Hidden states [T, D] before the last norm. The caches then have this step's K and V."""
         x_TD = self.embedding(token_ids_T, self.activation_dtype)
         x_TD *= jnp.asarray(self.embedding_scale, x_TD.dtype)
         global_rotation = self.config.global_rope.rotation(metadata.positions_T)
         local_rotation = self.config.local_rope.rotation(metadata.positions_T)
-        updated = []
-        for layer, window, pages in zip(self.layers, self.config.sliding_windows, kv_pages, strict=True):
-            x_TD, pages = layer(x_TD, local_rotation if window else global_rotation, pages, metadata)
-            updated.append(pages)
-        return x_TD, updated
+        for i, (layer, window) in enumerate(zip(self.layers, self.config.sliding_windows, strict=True)):
+            x_TD, caches[i] = layer(x_TD, local_rotation if window else global_rotation, caches[i], metadata)
+        return x_TD
 
     def logits(self, x_SD: Array) -> Array:
         """float32 [S, V] of the rows that need them."""

@@ -4,7 +4,6 @@ They differ by what their config says: biases on Q, K and V (Qwen2), a norm on e
 sliding window in some layers (Mistral 7B v0.1, some Qwen2).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ from jax import Array
 from jaxllm.errors import UnsupportedModelError
 from jaxllm.layers.attention import Attention, AttentionConfig, StepMetadata
 from jaxllm.layers.embedding import Embedding
+from jaxllm.layers.kv_caches import KVCaches, LayerCache
 from jaxllm.layers.mlp import GatedMLP, check_activation
 from jaxllm.layers.norm import RMSNorm
 from jaxllm.layers.rope import RopeConfig, Rotation, make_rope
@@ -96,10 +96,12 @@ class LlamaLayer(nnx.Module):
         self.mlp_norm = RMSNorm(config.model_dim, eps=config.norm_eps)
         self.mlp = GatedMLP(config.model_dim, config.ff_dim, config.activation, dtype)
 
-    def __call__(self, x_TD: Array, rotation: Rotation, kv_pages: Array, metadata: StepMetadata) -> tuple[Array, Array]:
-        attention_TD, kv_pages = self.attention(self.attention_norm(x_TD), rotation, kv_pages, metadata)
+    def __call__(
+        self, x_TD: Array, rotation: Rotation, cache: LayerCache, metadata: StepMetadata
+    ) -> tuple[Array, LayerCache]:
+        attention_TD, cache = self.attention(self.attention_norm(x_TD), rotation, cache, metadata)
         x_TD = x_TD + attention_TD
-        return x_TD + self.mlp(self.mlp_norm(x_TD)), kv_pages
+        return x_TD + self.mlp(self.mlp_norm(x_TD)), cache
 
 
 class Llama(nnx.Module):
@@ -111,17 +113,13 @@ class Llama(nnx.Module):
         self.norm = RMSNorm(config.model_dim, eps=config.norm_eps)
         self.head = None if config.tie_embeddings else Embedding(config.vocab_size, config.model_dim, dtype)
 
-    def __call__(
-        self, token_ids_T: Array, kv_pages: Sequence[Array], metadata: StepMetadata
-    ) -> tuple[Array, list[Array]]:
-        """(hidden states [T, D] before the last norm, the caches with this step's K and V)."""
+    def __call__(self, token_ids_T: Array, caches: KVCaches, metadata: StepMetadata) -> Array:
+        """Hidden states [T, D] before the last norm. The caches then have this step's K and V."""
         x_TD = self.embedding(token_ids_T, self.activation_dtype)
         rotation = self.config.rope.rotation(metadata.positions_T)
-        updated = []
-        for layer, pages in zip(self.layers, kv_pages, strict=True):
-            x_TD, pages = layer(x_TD, rotation, pages, metadata)
-            updated.append(pages)
-        return x_TD, updated
+        for i, layer in enumerate(self.layers):
+            x_TD, caches[i] = layer(x_TD, rotation, caches[i], metadata)
+        return x_TD
 
     def logits(self, x_SD: Array) -> Array:
         """float32 [S, V] of the rows that need them."""

@@ -29,6 +29,8 @@ class ModelConfig(Protocol):
     def num_kv_heads(self) -> int: ...
     @property
     def head_dim(self) -> int: ...
+    @property
+    def sliding_windows(self) -> tuple[int | None, ...]: ...  # One per layer; None attends to all.
 
 
 @dataclass(frozen=True)

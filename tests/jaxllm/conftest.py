@@ -17,6 +17,8 @@ from jaxllm import LLM
 from jaxllm.config import EngineConfig, ResolvedConfig, resolve
 from jaxllm.engine.runner import Runner
 from jaxllm.layers.attention import StepMetadata
+from jaxllm.layers.kv_caches import KVCaches
+from jaxllm.layers.layer_groups import LayerGroups
 from jaxllm.loading.sources import open_checkpoint
 from jaxllm.models.model import Model
 from jaxllm.pallas_kernels.ragged_paged_attention import KVCacheSpec, kv_cache_shape
@@ -38,11 +40,14 @@ class Forward:
     T, PAGE_SIZE = 64, 8
 
     def __init__(self, model: Model, mesh: Mesh, max_len: int):
-        def forward(weights, kv_pages, ids_T, positions_T, kv_lens_S, page_table_SP, cu_q_lens, num_seqs):
-            metadata = StepMetadata(positions_T, kv_lens_S, page_table_SP, cu_q_lens, num_seqs, False, "xla")
+        self._groups = groups = LayerGroups.of(model.config.sliding_windows, max_len)
+
+        def forward(weights, kv_pages, ids_T, positions_T, kv_lens_S, page_table_GSP, cu_q_lens, num_seqs):
+            metadata = StepMetadata(positions_T, kv_lens_S, cu_q_lens, num_seqs, False, "xla")
             module = model.bind(weights)
-            hidden_TD, kv_pages = module(ids_T, kv_pages, metadata)
-            return module.logits(hidden_TD), kv_pages
+            caches = KVCaches(kv_pages, page_table_GSP, groups)
+            hidden_TD = module(ids_T, caches, metadata)
+            return module.logits(hidden_TD), caches.arrays
 
         # Made for a few calls: here quick compilation is worth more than quick code.
         self._forward = jax.jit(forward, donate_argnums=1, compiler_options={"xla_backend_optimization_level": 0})
@@ -51,16 +56,16 @@ class Forward:
 
     def __call__(self, weights: list[jax.Array], token_ids: Sequence[int], chunk_lens: Sequence[int]) -> np.ndarray:
         """float32 [len(token_ids), V], from a forward pass for each chunk over one cache."""
-        T, P = self.T, self._max_pages
+        T, P, G = self.T, self._max_pages, self._groups.num_groups
         spec = KVCacheSpec(
-            num_pages=P + 1,
+            num_pages=G * P + 1,
             page_size=self.PAGE_SIZE,
             num_kv_heads=self._config.num_kv_heads,
             head_dim=self._config.head_dim,
             dtype=jnp.dtype(jnp.float32),
         )
-        kv_pages = [jnp.zeros(kv_cache_shape(spec), jnp.float32) for _ in range(self._config.num_layers)]
-        page_table_SP = np.random.default_rng(0).permutation(P)[None].astype(np.int32) + 1
+        kv_pages = [jnp.zeros(kv_cache_shape(spec), jnp.float32) for _ in range(self._groups.num_arrays)]
+        page_table_GSP = np.random.default_rng(0).permutation(G * P).reshape(G, 1, P).astype(np.int32) + 1
         logits, start = [], 0
         for chunk_len in chunk_lens:
             ids_T = np.zeros(T, np.int32)
@@ -70,7 +75,7 @@ class Forward:
             cu_q_lens = np.array([0, chunk_len], np.int32)
             with jax.set_mesh(self._mesh):
                 out, kv_pages = self._forward(
-                    weights, kv_pages, ids_T, positions_T, kv_lens_S, page_table_SP, cu_q_lens, num_seqs
+                    weights, kv_pages, ids_T, positions_T, kv_lens_S, page_table_GSP, cu_q_lens, num_seqs
                 )
             logits.append(np.asarray(out)[:chunk_len])
             start += chunk_len
@@ -136,6 +141,7 @@ def generate(
             max_model_len=config.max_model_len,
             page_size=config.page_size,
             num_pages=num_pages or runner.num_pages,
+            windows=runner.groups.windows,
         )
     )
     limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens

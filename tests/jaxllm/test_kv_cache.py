@@ -18,19 +18,19 @@ from jaxllm.pallas_kernels.ragged_paged_attention import KVCacheSpec, kv_cache_s
 
 def layout(dtype="float32", **changes):
     mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    sizes = {"num_layers": 3, "page_size": 8, "num_kv_heads": 2, "head_dim": 16, "implementation": None} | changes
+    sizes = {"num_arrays": 3, "page_size": 8, "num_kv_heads": 2, "head_dim": 16, "implementation": None} | changes
     return KVCacheLayout(dtype=jnp.dtype(dtype), sharding=NamedSharding(mesh, KV_CACHE_PARTITION), **sizes)
 
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("bfloat16", 2)])
-def test_a_page_takes_the_bytes_of_its_keys_and_values_in_every_layer(dtype, itemsize):
+def test_a_page_takes_the_bytes_of_its_keys_and_values_in_every_array(dtype, itemsize):
     page_bytes = layout(dtype).page_bytes()
     assert page_bytes == 3 * 2 * 2 * 8 * 16 * itemsize
     arrays = layout(dtype).allocate(5)
     assert sum(array.nbytes for array in arrays) == 5 * page_bytes
 
 
-def test_there_is_an_array_of_zeros_for_each_layer():
+def test_there_are_as_many_arrays_of_zeros_as_a_group_has_layers():
     arrays = layout().allocate(5)
     spec = KVCacheSpec(num_pages=5, page_size=8, num_kv_heads=2, head_dim=16, dtype=jnp.dtype("float32"))
     assert [array.shape for array in arrays] == [kv_cache_shape(spec)] * 3

@@ -28,23 +28,35 @@ VOCABULARY = 61
 NOTHING = -7
 
 
-def next_token(history: Sequence[int], seed: int) -> int:
-    """The 'model': a hash of all tokens so far. One wrong, missing or misplaced token changes it."""
-    return zlib.crc32(np.asarray(history, np.int32).tobytes(), seed) % VOCABULARY
+Windows = tuple[int | None, ...]
+
+
+def next_token(seen: Sequence[np.ndarray], seed: int) -> int:
+    """The 'model': a hash of what the last token sees in each group of layers. One wrong, missing or misplaced token
+    changes it."""
+    for values in seen:
+        seed = zlib.crc32(values.tobytes(), seed)
+    return seed % VOCABULARY
+
+
+def value(token: int, seen_before: np.ndarray, window: int | None) -> int:
+    """What a group of layers keeps of a token. Where there is a window, it depends on what the token sees there, as
+    keys and values do: so what a token in the middle of a chunk read wrongly is found too."""
+    return token if window is None else zlib.crc32(seen_before.tobytes(), token) % 2**31
 
 
 class FakeDevice:
     """Runs steps in order, from nothing but their buffers and its own state.
 
-    It writes token ids into pages as a model writes keys and values, and computes each next token from what
-    it reads back through the page table. A step runs when its result is asked for, so a buffer that changes
-    after its launch gives wrong tokens.
+    It writes values into pages as a model writes keys and values, and computes each next token from what it reads
+    back through the page tables, within the window of each group of layers. A step runs when its result is asked for,
+    so a buffer that changes after its launch gives wrong tokens.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.pages = np.full((config.num_pages, config.page_size), NOTHING)
-        self.host_pages = np.full((config.num_host_pages, config.page_size), NOTHING)
+        self.pages = np.full((config.num_pages, config.page_size), NOTHING, np.int32)
+        self.host_pages = np.full((config.num_host_pages, config.page_size), NOTHING, np.int32)
         self.last_token = np.full(config.max_num_seqs + 1, NOTHING)
         self._queue: deque[Callable[[], None]] = deque()
 
@@ -85,10 +97,10 @@ class FakeDevice:
         self._queue.clear()
 
     def _run(self, batch: StepBatch) -> tuple:
-        layout = fields(batch.bucket, self.config.max_pages_per_seq)
+        layout = fields(batch.bucket, self.config.max_pages_per_seq, self.config.num_groups)
         step = {name: field.view(batch.buffer) for name, field in layout.items()}
         num_seqs, page_size = int(step["num_seqs"][0]), self.config.page_size
-        written, read = set(), set()
+        written, read, tokens = set(), set(), {}
         for i in range(num_seqs):
             first, end = step["cu_q_lens"][i : i + 2]
             kv_len, row = step["kv_lens"][i], step["rows"][i]
@@ -98,28 +110,45 @@ class FakeDevice:
             for t in range(first, end):
                 from_device = step["from_device"][i] and t == end - 1
                 token = self.last_token[row] if from_device else step["token_ids"][t]
-                page, slot = divmod(int(step["positions"][t]), page_size)
-                place = (int(step["page_table"][i, page]), slot)
-                assert place[0] != 0, "a token in the null page"
-                assert place not in written, "two tokens in one slot"
-                written.add(place)
-                self.pages[place] = token
-            read |= {int(page) for page in step["page_table"][i, : (kv_len - (end - first)) // page_size]}
+                position = int(step["positions"][t])
+                tokens[i, position] = token
+                page, slot = divmod(position, page_size)
+                for window, page_table_SP in zip(self.config.windows, step["page_table"], strict=True):
+                    place = (int(page_table_SP[i, page]), slot)
+                    assert place[0] != 0, "a token in the null page"
+                    assert place not in written, "two tokens in one slot"
+                    written.add(place)
+                    before = np.zeros(0) if window is None else self._seen(page_table_SP[i], position, window - 1)
+                    self.pages[place] = value(int(token), before, window)
+            num_before = int(kv_len - (end - first))
+            for window, page_table_SP in zip(self.config.windows, step["page_table"], strict=True):
+                first_seen = 0 if window is None else max(0, num_before - window + 1)
+                read |= set(page_table_SP[i, first_seen // page_size : num_before // page_size].tolist())
         assert not read & {page for page, _ in written}, "a page is read by one row and written by another in one step"
         num_drafts = step["num_draft_tokens"][:num_seqs]
         sampled = np.full((num_seqs, 1 + num_drafts.max()), NOTHING, np.int32)
         num_sampled = np.zeros(num_seqs, np.int32)
         for i in range(num_seqs):
             kv_len, seed = step["kv_lens"][i], int(step["seed"][i : i + 1].view(np.uint32)[0])
-            slots = self.pages[step["page_table"][i]].reshape(-1)
-            for length in range(kv_len - num_drafts[i], kv_len + 1):
-                token = next_token(slots[:length], seed)
+            for length in range(int(kv_len - num_drafts[i]), int(kv_len) + 1):
+                groups = zip(self.config.windows, step["page_table"], strict=True)
+                token = next_token([self._seen(table_SP[i], length, window) for window, table_SP in groups], seed)
                 sampled[i, num_sampled[i]] = token
                 num_sampled[i] += 1
-                if length == kv_len or slots[length] != token:
+                if length == kv_len or tokens[i, length] != token:
                     break
             self.last_token[step["rows"][i]] = token
         return (sampled, num_sampled) if num_drafts.any() else (sampled[:, 0],)
+
+    def _seen(self, page_table_P: np.ndarray, end: int, window: int | None) -> np.ndarray:
+        """int32: the values of the last `window` positions before `end`."""
+        start = 0 if window is None else max(0, end - window)
+        if start == end:
+            return np.zeros(0, np.int32)
+        first_page, page_size = start // self.config.page_size, self.config.page_size
+        pages = page_table_P[first_page : -(-end // page_size)]
+        assert (pages != 0).all(), "a page that a token sees has been given back"
+        return self.pages[pages].reshape(-1)[start - first_page * page_size : end - first_page * page_size]
 
 
 class Copies:
@@ -271,10 +300,22 @@ class Loop:
 
 def expected_output(request: Request, config: SchedulerConfig) -> list[int]:
     """What the request gets when it is alone in the world: no pages, no steps, no scheduler."""
-    tokens = request.prompt_token_ids
+    tokens: list[int] = []
+    kept: list[list[int]] = [[] for _ in config.windows]
+
+    def append(token: int) -> None:
+        tokens.append(token)
+        for window, values in zip(config.windows, kept, strict=True):
+            before = np.array(values[max(0, len(values) - (window or 1) + 1) :], np.int32)
+            values.append(value(token, before, window))
+
+    for token in request.prompt_token_ids:
+        append(token)
     max_total_tokens = min(len(tokens) + request.max_tokens, config.max_model_len)
     while len(tokens) < max_total_tokens:
-        tokens.append(next_token(tokens, request.sampling.seed))
+        groups = zip(config.windows, kept, strict=True)
+        seen = [np.array(values[-(window or len(values)) :], np.int32) for window, values in groups]
+        append(next_token(seen, request.sampling.seed))
         if tokens[-1] in request.stop_token_ids and len(tokens) - request.num_prompt_tokens >= request.min_tokens:
             break
     return tokens[request.num_prompt_tokens :]

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jaxllm.scheduler import Request, RequestStatus, SamplingRow, SchedulerBusyError, SchedulerConfig, TenantConfig
+from jaxllm.scheduler.windows import num_request_pages
 
 MAX_MODEL_LEN = 48
 HEADS = [np.random.default_rng(seed).integers(0, 61, 40).tolist() for seed in range(3)]  # what prompts begin with
@@ -28,23 +29,27 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_window=st.sampled_from([1, 1, 3]),
         window=st.sampled_from([(0.0, 1), (0.0, 1), (30.0, 2)]),
         tpot_target_ms=st.sampled_from([None, 3.0]),
+        windows=st.sampled_from([(None,), (None,), (None, 9), (5, None, 5), (1, 14), (6,)]),
         num_host_pages=st.sampled_from([0, 3, 40]),
         return_by=st.sampled_from(["copy", "copy", "auto", "recompute"]),
         prefetch_window=st.integers(0, 3),
         max_loading_pages=st.integers(1, 20),
         max_saving_pages=st.integers(1, 20),
     )
-    def start(self, policy, num_ahead, page_size, max_num_seqs, spare_tokens, spare_pages, **settings):
+    def start(self, policy, num_ahead, page_size, max_num_seqs, spare_tokens, spare_pages, windows, **settings):
         max_wait_ms, min_batch = settings.pop("window")
         if not settings["enable_prefix_caching"]:
             settings["prefix_window"] = 1
             settings["num_host_pages"] = 0
+        max_num_batched_tokens = max_num_seqs + spare_tokens
+        num_pages = num_request_pages(MAX_MODEL_LEN, windows, max_num_batched_tokens, page_size)
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_seqs + spare_tokens,
+            max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=MAX_MODEL_LEN,
             page_size=page_size,
-            num_pages=1 + -(-MAX_MODEL_LEN // page_size) + spare_pages,
+            num_pages=1 + num_pages + spare_pages,
+            windows=windows,
             policy=policy,
             tenants={
                 "limited": TenantConfig(max_running=1, max_queued=3),

@@ -12,7 +12,8 @@ def slow_build(plan, table, bucket):
         "token_ids": [],
         "positions": [],
         "cu_q_lens": [0],
-        **{name: [] for name in ("kv_lens", "page_table", "rows", "logits_rows", "from_device")},
+        "page_table": [[] for _ in table.page_table],
+        **{name: [] for name in ("kv_lens", "rows", "logits_rows", "from_device")},
         **{name: [] for name in ("temperature", "top_k", "top_p", "min_p", "seed")},
         "num_seqs": [len(plan.rows)],
     }
@@ -25,8 +26,9 @@ def slow_build(plan, table, bucket):
             batch["positions"].append(position)
         batch["cu_q_lens"].append(len(batch["token_ids"]))
         batch["kv_lens"].append(start + length)
-        pages = table.page_table[row, : table.num_pages[row]].tolist()
-        batch["page_table"].append(pages + [0] * (table.page_table.shape[1] - len(pages)))
+        for group, group_tables in enumerate(batch["page_table"]):
+            pages = table.page_table[group, row, : table.num_pages[row]].tolist()
+            group_tables.append(pages + [0] * (table.page_table.shape[2] - len(pages)))
         batch["rows"].append(row)
         batch["logits_rows"].append(len(batch["token_ids"]) - 1)
         batch["from_device"].append(int(plan.from_device[i]))
@@ -40,7 +42,8 @@ def slow_build(plan, table, bucket):
         batch["positions"].append(0)
     for _ in range(bucket.num_seqs - len(plan.rows)):
         batch["cu_q_lens"].append(num_tokens)
-        batch["page_table"].append([0] * table.page_table.shape[1])
+        for group_tables in batch["page_table"]:
+            group_tables.append([0] * table.page_table.shape[2])
         batch["rows"].append(table.num_rows)
         batch["top_p"].append(1.0)
         for name in ("kv_lens", "logits_rows", "from_device", "temperature", "top_k", "min_p", "seed"):
@@ -48,10 +51,10 @@ def slow_build(plan, table, bucket):
     return batch
 
 
-@pytest.mark.parametrize("num_ahead", [0, 1])
-def test_build_agrees_with_a_builder_that_goes_token_by_token(make_loop, monkeypatch, num_ahead):
+@pytest.mark.parametrize(("num_ahead", "windows"), [(0, (None,)), (1, (None,)), (1, (None, 7))])
+def test_build_agrees_with_a_builder_that_goes_token_by_token(make_loop, monkeypatch, num_ahead, windows):
     rng = np.random.default_rng(num_ahead)
-    loop = make_loop(num_ahead, num_pages=70)
+    loop = make_loop(num_ahead, num_pages=70, windows=windows)
     build, kinds = StepBatch.build, set()
 
     def compare(plan, table, bucket):
@@ -78,13 +81,13 @@ def test_build_agrees_with_a_builder_that_goes_token_by_token(make_loop, monkeyp
 
 
 def test_fields_tile_the_buffer_without_gap_or_overlap():
-    layout = fields(Bucket(64, 8), max_pages_per_seq=5)
+    layout = fields(Bucket(64, 8), max_pages_per_seq=5, num_groups=2)
     end = 0
     for name, field in layout.items():
         assert field.offset == end, name
         end += int(np.prod(field.shape))
         assert field.end == end
-    assert layout["page_table"].shape == (8, 5)
+    assert layout["page_table"].shape == (2, 8, 5)
 
 
 def test_arrays_are_views_and_floats_are_bit_casts(make_loop):
@@ -92,11 +95,11 @@ def test_arrays_are_views_and_floats_are_bit_casts(make_loop):
     loop.add(Request("a", [1, 2, 3], max_tokens=1, sampling=SamplingRow(temperature=0.5, seed=2**32 - 1)))
     plan = loop.scheduler.schedule()
     batch = StepBatch.build(plan, loop.scheduler.table, Bucket(64, 8))
-    for name in fields(batch.bucket, loop.config.max_pages_per_seq):
+    for name in fields(batch.bucket, loop.config.max_pages_per_seq, 1):
         assert np.shares_memory(getattr(batch, name), batch.buffer)
     assert batch.buffer.dtype == np.int32
     assert batch.temperature.dtype == np.float32
-    offset = fields(batch.bucket, loop.config.max_pages_per_seq)["temperature"].offset
+    offset = fields(batch.bucket, loop.config.max_pages_per_seq, 1)["temperature"].offset
     assert batch.buffer[offset] == np.float32(0.5).view(np.int32)
     assert batch.seed[0] == -1
 
