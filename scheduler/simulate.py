@@ -5,6 +5,7 @@
 
 A line of the trace is a JSON object: arrival_s, prompt_tokens and output_tokens (numbers of them), and if wanted
 tenant, priority, timeout_s, and prefix with prefix_tokens: requests of one prefix begin with that many same tokens.
+With --num-host-pages, pages that are evicted go to the host and come back, us_per_page each, beside the steps.
 A step takes fixed_ms + us_per_token · tokens + ns_per_kv_token · tokens whose keys and values it reads.
 """
 
@@ -12,14 +13,16 @@ import argparse
 import json
 import sys
 import zlib
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from jaxllm.scheduler.config import POLICIES, SchedulerConfig
+from jaxllm.scheduler.config import POLICIES, RETURNS, SchedulerConfig
 from jaxllm.scheduler.errors import RequestRefusedError
+from jaxllm.scheduler.page_moves import PageMoves
 from jaxllm.scheduler.request import Request
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler.stats import SchedulerStats
@@ -44,17 +47,47 @@ class TraceError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """How long a step takes."""
+    """How long a step takes, and the copy of a page between device and host."""
 
     fixed_ms: float = 8.0
     us_per_token: float = 20.0
     ns_per_kv_token: float = 40.0
+    us_per_page: float = 400.0
 
     def seconds(self, plan: StepPlan) -> float:
         num_kv_tokens = int(plan.num_computed_tokens.sum()) + plan.num_tokens
         return (
             self.fixed_ms / 1e3 + self.us_per_token / 1e6 * plan.num_tokens + self.ns_per_kv_token / 1e9 * num_kv_tokens
         )
+
+
+class _Link:
+    """The copies between device and host, one after the other."""
+
+    def __init__(self, scheduler: Scheduler, seconds_per_page: float) -> None:
+        self._scheduler = scheduler
+        self._seconds_per_page = seconds_per_page
+        self._free_at = 0.0
+        self._copies: deque[tuple[float, int | None, list[int]]] = deque()  # when done, ticket (None: saves), slots
+
+    def begin(self, moves: PageMoves, now: float) -> None:
+        saved_slots = [slot for _, slot in moves.saves]
+        for ticket, slots in [*([(None, saved_slots)] if saved_slots else []), *moves.loads]:
+            self._free_at = max(now, self._free_at) + self._seconds_per_page * len(slots)
+            self._copies.append((self._free_at, ticket, slots))
+
+    @property
+    def next_done_at(self) -> float | None:
+        return self._copies[0][0] if self._copies else None
+
+    def finish(self, now: float) -> None:
+        """Tells the scheduler of the copies that are done."""
+        while self._copies and self._copies[0][0] <= now:
+            _, ticket, slots = self._copies.popleft()
+            if ticket is None:
+                self._scheduler.pages_saved(slots, is_sound=True)
+            else:
+                self._scheduler.pages_loaded(ticket, len(slots), self._seconds_per_page * len(slots))
 
 
 @dataclass(kw_only=True)
@@ -106,6 +139,7 @@ def simulate(trace: Sequence[Mapping[str, Any]], config: SchedulerConfig, cost: 
     """Runs the trace, one step after the other. Sampled tokens are random and never stop a request."""
     now = 0.0
     scheduler = Scheduler(config, clock=lambda: now)
+    link = _Link(scheduler, cost.us_per_page / 1e6)
     tokens = np.random.default_rng(0)
     outcome = Outcome(num_requests=len(trace))
     arrivals = sorted(trace, key=lambda entry: entry["arrival_s"])
@@ -120,10 +154,13 @@ def simulate(trace: Sequence[Mapping[str, Any]], config: SchedulerConfig, cost: 
                 outcome.num_refused += 1
             upcoming = next(pending, None)
         outcome.num_timeouts += len(scheduler.expire())
+        link.finish(now)
         plan = scheduler.schedule()
+        link.begin(scheduler.take_page_moves(), now)
         if plan is None:
             waits = [now + scheduler.wait_s] if scheduler.wait_s else []
             waits += [upcoming[1]["arrival_s"]] if upcoming is not None else []
+            waits += [link.next_done_at] if link.next_done_at is not None else []
             if not waits:
                 break
             now = max(now, min(waits))
@@ -204,6 +241,8 @@ def report(outcomes: Mapping[str, Outcome], ttft_ms: float, tpot_ms: float) -> s
             goodput: f"{outcome.goodput(ttft_ms / 1e3, tpot_ms / 1e3):.2f}",
             "preemptions": f"{stats.num_preemptions:,}",
             "recomputed tokens": f"{stats.num_recomputed_tokens:,}",
+            "pages saved, loaded": f"{stats.num_saved_pages:,}, {stats.num_loaded_pages:,}",
+            "stalls, their seconds": f"{stats.num_stalls:,}, {stats.stall_s:.1f}",
             "prefix hits, of prompt tokens": f"{stats.num_prefix_hit_tokens / queried:.0%}" if queried else "-",
             "budget used": f"{stats.all_steps.budget_use:.0%}",
         }
@@ -221,12 +260,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--example", action="store_true", help="print a trace to begin with")
     parser.add_argument("--policy", nargs="+", choices=POLICIES, default=["priority"], help="one column each")
     sizes = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "max_model_len": 8192, "page_size": 64}
-    for name, default in (sizes | {"num_pages": 4096, "prefix_window": 1}).items():
+    for name, default in (sizes | {"num_pages": 4096, "num_host_pages": 0, "prefix_window": 1}).items():
         parser.add_argument("--" + name.replace("_", "-"), type=int, default=default, help=f"({default})")
     for name in ("tpot_target_ms", "ttft_target_ms"):
         parser.add_argument("--" + name.replace("_", "-"), type=float, help="(none)")
     parser.add_argument("--no-prefix-caching", action="store_true")
-    for cost in ("fixed_ms", "us_per_token", "ns_per_kv_token"):
+    parser.add_argument("--return-by", choices=RETURNS, default="auto", help="(auto)")
+    for cost in ("fixed_ms", "us_per_token", "ns_per_kv_token", "us_per_page"):
         default_cost = getattr(CostModel(), cost)
         parser.add_argument("--" + cost.replace("_", "-"), type=float, default=default_cost, help=f"({default_cost})")
     parser.add_argument("--good-ttft-ms", type=float, default=2000.0, help="for goodput (2000)")
@@ -240,12 +280,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with open(0 if args.trace == "-" else args.trace, encoding="utf-8") as file:
             trace = read_trace(file)
-        settings = {
-            name: getattr(args, name)
-            for name in (*sizes, "num_pages", "prefix_window", "tpot_target_ms", "ttft_target_ms")
-        }
+        names = (*sizes, "num_pages", "num_host_pages", "return_by", "prefix_window", "tpot_target_ms", "ttft_target_ms")
+        settings = {name: getattr(args, name) for name in names}
         cost_model = CostModel(
-            fixed_ms=args.fixed_ms, us_per_token=args.us_per_token, ns_per_kv_token=args.ns_per_kv_token
+            fixed_ms=args.fixed_ms,
+            us_per_token=args.us_per_token,
+            ns_per_kv_token=args.ns_per_kv_token,
+            us_per_page=args.us_per_page,
         )
         configs = {
             policy: SchedulerConfig(policy=policy, enable_prefix_caching=not args.no_prefix_caching, **settings)

@@ -409,9 +409,10 @@ def test_settings_that_make_no_sense_are_refused(changes, message):
         SchedulerConfig(**(sizes | changes))
 
 
-def test_random_conversations_get_what_they_get_alone(make_tiered, expect_alone):
+@pytest.mark.parametrize("windows", [(None,), (None, 9), (7, None, 7), (10,)])
+def test_random_conversations_get_what_they_get_alone(make_tiered, expect_alone, windows):
     rng = np.random.default_rng(0)
-    loop = make_tiered(1, num_host_pages=30)
+    loop = make_tiered(1, num_host_pages=30 * len(windows), num_pages=1 + 24 * len(windows), windows=windows)
     histories = [rng.integers(0, 61, 10).tolist() for _ in range(8)]
     for turn in range(5):
         requests = [Request(f"{turn} {index}", history, max_tokens=6) for index, history in enumerate(histories)]
