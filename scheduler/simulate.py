@@ -280,8 +280,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with open(0 if args.trace == "-" else args.trace, encoding="utf-8") as file:
             trace = read_trace(file)
-        names = (*sizes, "num_pages", "num_host_pages", "return_by", "prefix_window", "tpot_target_ms", "ttft_target_ms")
-        settings = {name: getattr(args, name) for name in names}
+        names = (*sizes, "num_pages", "num_host_pages", "return_by", "prefix_window")
+        settings = {name: getattr(args, name) for name in (*names, "tpot_target_ms", "ttft_target_ms")}
         cost_model = CostModel(
             fixed_ms=args.fixed_ms,
             us_per_token=args.us_per_token,
