@@ -7,24 +7,63 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxllm.async_llm import AsyncLLM
     from jaxllm.config import EngineConfig
-    from jaxllm.errors import JaxLLMError
+    from jaxllm.engine.engine_info import EngineInfo
+    from jaxllm.engine.engine_process import EngineProcess
+    from jaxllm.engine.engine_stats import EngineStats
+    from jaxllm.engine.output_stream import OutputStream
+    from jaxllm.errors import ConfigError, EngineDeadError, InvalidRequestError, JaxLLMError, OverloadedError
     from jaxllm.llm import LLM
-    from jaxllm.outputs import CompletionOutput, RequestOutput
+    from jaxllm.outputs import CompletionOutput, OutputDelta, RequestMetrics, RequestOutput, TokenLogprobs
     from jaxllm.sampling_params import SamplingParams
+    from jaxllm.scheduler.config import TenantConfig
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AsyncLLM": "async_llm",
     "CompletionOutput": "outputs",
+    "ConfigError": "errors",
     "EngineConfig": "config",
+    "EngineDeadError": "errors",
+    "EngineInfo": "engine.engine_info",
+    "EngineProcess": "engine.engine_process",
+    "EngineStats": "engine.engine_stats",
+    "InvalidRequestError": "errors",
     "JaxLLMError": "errors",
     "LLM": "llm",
+    "OutputDelta": "outputs",
+    "OutputStream": "engine.output_stream",
+    "OverloadedError": "errors",
+    "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
     "SamplingParams": "sampling_params",
+    "TenantConfig": "scheduler.config",
+    "TokenLogprobs": "outputs",
 }
 
-__all__ = ["LLM", "CompletionOutput", "EngineConfig", "JaxLLMError", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "ConfigError",
+    "EngineConfig",
+    "EngineDeadError",
+    "EngineInfo",
+    "EngineProcess",
+    "EngineStats",
+    "InvalidRequestError",
+    "JaxLLMError",
+    "OutputDelta",
+    "OutputStream",
+    "OverloadedError",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "TenantConfig",
+    "TokenLogprobs",
+]
 
 
 def __getattr__(name: str) -> Any:

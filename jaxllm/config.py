@@ -1,11 +1,13 @@
 """The engine's options."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
 
 from jaxllm.errors import ConfigError
 from jaxllm.options import refuse_unknown_options
+from jaxllm.scheduler.config import TenantConfig
 
 DTYPES = ("bfloat16", "float32", "float16")
 SCHEDULING_POLICIES = ("priority", "fcfs", "fair")
@@ -53,6 +55,8 @@ class EngineConfig:
     min_batch: so many waiting requests start without waiting for more, where max_wait_ms is above 0.
     tpot_target_ms: chunks of prompts shrink so that steps beside decodes take no longer than this; None: no target.
     ttft_target_ms: a prompt that has waited so long is read at full speed in spite of tpot_target_ms; None: never.
+    tenants: settings of tenants by name, for those that do not get `default_tenant`.
+    default_tenant: what each other tenant gets: share, running and waiting requests, tokens for each minute.
     seed: of the requests that bring none.
     """
 
@@ -77,6 +81,8 @@ class EngineConfig:
     min_batch: int = 1
     tpot_target_ms: float | None = None
     ttft_target_ms: float | None = None
+    tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
+    default_tenant: TenantConfig = TenantConfig()
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -105,12 +111,21 @@ class EngineConfig:
                 f"ttft_target_ms is {self.ttft_target_ms} without tpot_target_ms, from which it makes exceptions: "
                 "set both, or neither"
             )
+        for name, tenant in (("default_tenant", self.default_tenant), *_tenants(self.tenants)):
+            if not isinstance(tenant, TenantConfig):
+                raise ConfigError(f"{name} is {tenant!r}; it must be a TenantConfig")
         tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
         if tokens is not None and seqs is not None and tokens < seqs:
             raise ConfigError(
                 f"max_num_batched_tokens is {tokens:,} and max_num_seqs is {seqs:,}: a step must have room "
                 "for one token of each running request. Raise the first or lower the second."
             )
+
+
+def _tenants(tenants: object) -> list[tuple[str, object]]:
+    if not isinstance(tenants, Mapping) or not all(isinstance(name, str) for name in tenants):
+        raise ConfigError(f"tenants is {tenants!r}; it must be a mapping of names to TenantConfigs")
+    return [(f"the tenant {name!r}", tenant) for name, tenant in tenants.items()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +151,8 @@ class ResolvedConfig:
     min_batch: int
     tpot_target_ms: float | None
     ttft_target_ms: float | None
+    tenants: Mapping[str, TenantConfig]
+    default_tenant: TenantConfig
     seed: int
 
     @property
@@ -180,5 +197,7 @@ def resolve(config: EngineConfig, *, platform: str, model_max_len: int) -> Resol
         min_batch=config.min_batch,
         tpot_target_ms=config.tpot_target_ms,
         ttft_target_ms=config.ttft_target_ms,
+        tenants=config.tenants,
+        default_tenant=config.default_tenant,
         seed=config.seed,
     )

@@ -3,6 +3,7 @@
 JaxLLMError
 ├── InvalidRequestError (ValueError)    a request that cannot be served: empty or too long a prompt, a bad option
 ├── OverloadedError                     a request for which there is no room now: a full queue, a tenant over quota
+├── EngineDeadError                     the engine's process has ended or does not answer; it may be on its way back
 ├── ConfigError (ValueError)            engine options that contradict each other, the model or the device
 ├── LoadingError                        a model that cannot be read
 │   ├── ModelNotFoundError              no such folder, file, hub id or alias
@@ -32,6 +33,10 @@ class OverloadedError(JaxLLMError):
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class EngineDeadError(JaxLLMError):
+    """The engine's process has ended, or is not there yet. While it is started again, requests may be sent anew."""
 
 
 class ConfigError(JaxLLMError, ValueError):

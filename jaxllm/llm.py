@@ -101,9 +101,12 @@ class LLM:
             text, token_ids = self._tokenize(prompt, "the prompt")
         else:
             text, token_ids = self._render(prompt, "the conversation")
+        params = _checked(sampling_params)
+        if params.n > 1:
+            raise InvalidRequestError(f"n is {params.n}; a stream is one answer. Leave n at 1, or use `generate`.")
         request_id = self._next_id()
         pieces: list[str] = []
-        self.engine.add_request(request_id, token_ids, _checked(sampling_params), prompt=text, on_text=pieces.append)
+        self.engine.add_request(request_id, token_ids, params, prompt=text, on_text=pieces.append)
         try:
             while True:
                 yield from pieces
@@ -143,7 +146,7 @@ class LLM:
                     self._step()
                     for request_id in unfinished & self._finished.keys():
                         unfinished.remove(request_id)
-                        num_tokens += len(self._finished[request_id].outputs[0].token_ids)
+                        num_tokens += sum(len(output.token_ids) for output in self._finished[request_id].outputs)
                         rate = num_tokens / (time.monotonic() - started_at)
                         bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
                         bar.update()

@@ -1,9 +1,22 @@
-"""What a request gives back, under vLLM's names."""
+"""What a request gives back: whole (`RequestOutput`, under vLLM's names) or piece by piece (`OutputDelta`)."""
 
 from dataclasses import dataclass, field
 from typing import Literal
 
-FinishReason = Literal["stop", "length", "abort", "timeout"]
+FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
+
+
+@dataclass(slots=True)
+class TokenLogprobs:
+    """How likely one token of an output was, by the model's own logits: before temperature and filters.
+
+    Natural logarithms, computed in float32.
+    """
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+    """The most likely tokens at its place, best first, as many as `SamplingParams.logprobs` asked for."""
 
 
 @dataclass(slots=True)
@@ -26,6 +39,9 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     """The stop token or stop string that ended the output; None for the model's own end token."""
 
+    logprobs: list[TokenLogprobs] | None = None
+    """One for each of `token_ids`, if they were asked for."""
+
 
 @dataclass(slots=True)
 class RequestMetrics:
@@ -36,6 +52,8 @@ class RequestMetrics:
     first_token_time: float | None = None
     finished_time: float | None = None
     num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Tokens of the prompt whose keys and values were found in the prefix cache."""
 
     @property
     def ttft_s(self) -> float | None:
@@ -53,6 +71,38 @@ class RequestMetrics:
 
 
 @dataclass(slots=True)
+class OutputDelta:
+    """What is new of one continuation. The deltas of an `index`, joined, are its `CompletionOutput`.
+
+    A delta may hold several tokens, for they merge while nobody reads them.
+    """
+
+    index: int
+    """Which continuation, from 0 to `SamplingParams.n` - 1."""
+
+    text: str
+    """Never splits a character, never shows the beginning of a stop string. Empty while such is held back."""
+
+    token_ids: list[int]
+    """The new tokens. Their text may come in a later delta."""
+
+    logprobs: list[TokenLogprobs] | None = None
+    """One for each of `token_ids`, if they were asked for."""
+
+    finish_reason: FinishReason | None = None
+    """Set in the last delta of this index."""
+
+    stop_reason: int | str | None = None
+    """The stop token or stop string that ended the output; None for the model's own end token."""
+
+    metrics: RequestMetrics | None = None
+    """In the last delta of this index."""
+
+    error: str | None = None
+    """What went wrong, with the finish_reason "error"."""
+
+
+@dataclass(slots=True)
 class RequestOutput:
     """The state of a request: its prompt and what has been generated for it."""
 
@@ -64,3 +114,4 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics | None = None
+    """Of several continuations: when the first began, when the last ended, and the tokens of all."""

@@ -17,6 +17,10 @@ _GREEDY_BELOW = 1e-5  # as in vLLM; logits divided by much less overflow float32
 _SMALLEST_FLOAT = math.ulp(0.0)
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 _MAX_INT32 = 2**31 - 1
+_GOLDEN_RATIO = 0x9E3779B1  # odd, so that its multiples are distinct in 32 bits
+
+MAX_N = 128
+MAX_LOGPROBS = 20
 
 
 @refuse_unknown_options(InvalidRequestError)
@@ -44,8 +48,14 @@ class SamplingParams:
     """Makes the request's tokens repeatable, whatever is served beside it. None (or -1, as in vLLM) draws
     one from the engine's own seed."""
 
+    n: int = 1
+    """How many continuations of the prompt; they share its pages. With a seed, each has a seed that follows from it."""
+
     max_tokens: int | None = 16
     """The most tokens to generate. None means until the model's context is full."""
+
+    min_tokens: int = 0
+    """Stop tokens among the first so many tokens, and stop strings in their text, do not end the output."""
 
     stop: str | Sequence[str] | None = None
     """Texts that end the output."""
@@ -62,6 +72,9 @@ class SamplingParams:
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
 
+    logprobs: int | None = None
+    """Give the log-probability of each token, by the model's own logits, and those of this many most likely ones."""
+
     def __post_init__(self) -> None:
         set_field = functools.partial(object.__setattr__, self)
 
@@ -76,21 +89,35 @@ class SamplingParams:
             limit = "an integer in [-2**63, 2**64), or None for a fresh one"
             seed = _integer("seed", self.seed, -(2**63), 2**64 - 1, limit)
             set_field("seed", seed if seed != -1 else None)
+        set_field("n", _integer("n", self.n, 1, MAX_N, f"an integer in [1, {MAX_N}]"))
         if self.max_tokens is not None:
             limit = "an integer >= 1, or None to fill the model's context"
             set_field("max_tokens", _integer("max_tokens", self.max_tokens, 1, math.inf, limit))
+        most = math.inf if self.max_tokens is None else self.max_tokens
+        limit = f"an integer in [0, max_tokens], which is {self.max_tokens}"
+        set_field("min_tokens", _integer("min_tokens", self.min_tokens, 0, most, limit))
 
         set_field("stop", _stop_strings(self.stop))
         set_field("stop_token_ids", _stop_token_ids(self.stop_token_ids))
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             set_field(name, _flag(name, getattr(self, name)))
+        if self.logprobs is not None:
+            limit = f"an integer in [0, {MAX_LOGPROBS}], or None for none"
+            set_field("logprobs", _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS, limit))
 
     def seed_uint32(self) -> int:
         """The seed in the sampler's 32 bits; without a seed, fresh random bits at each call."""
         if self.seed is None:
             return secrets.randbits(32)
         # A seed of 32 bits stays as it is; the high half of a longer one is spread over the low half.
-        return (self.seed + (self.seed >> 32) * 0x9E3779B1) & 0xFFFFFFFF
+        return (self.seed + (self.seed >> 32) * _GOLDEN_RATIO) & 0xFFFFFFFF
+
+    def seeds(self) -> list[int | None]:
+        """A seed of 32 bits for each of the `n` continuations, all different; None for each without a seed."""
+        if self.seed is None:
+            return [None] * self.n
+        first = self.seed_uint32()
+        return [(first + index * _GOLDEN_RATIO) & 0xFFFFFFFF for index in range(self.n)]
 
 
 def _real(name: str, value: Any, low: float, high: float, limit: str) -> float:

@@ -2,9 +2,11 @@
 
 import sys
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from jaxllm import JaxLLMError, RequestOutput, SamplingParams
+from jaxllm import JaxLLMError, SamplingParams
+from jaxllm.server.answer import Answer, AnswerStream, AnswerTo, Message
 from jaxllm.server.chat_session import ChatSession
 from jaxllm.server.figures import Figures
 from jaxllm.server.terminal import note, print_stream
@@ -20,18 +22,31 @@ Ctrl-C        stop the answer; pressed twice, at once"""
 
 
 class Chat:
-    """Reads questions from stdin and prints answers to stdout until stdin ends or the user leaves."""
+    """Reads questions from stdin and prints answers to stdout until stdin ends or the user leaves.
 
-    def __init__(self, llm: "LLM", params: SamplingParams, figures: Figures, *, system: str = ""):
-        self._session = ChatSession(llm, params, system=system)
-        self._max_tokens = params.max_tokens
-        self._max_model_len = llm.engine.config.max_model_len or 0
+    answer_to: the model, here (`answers_of`) or at a server.
+    max_tokens: of an answer; None: until the context is full.
+    max_model_len: the context, in tokens; None: not known.
+    """
+
+    def __init__(
+        self,
+        answer_to: AnswerTo,
+        figures: Figures,
+        *,
+        max_tokens: int | None,
+        max_model_len: int | None,
+        system: str = "",
+    ):
+        self._session = ChatSession(answer_to, system=system)
+        self._max_tokens, self._max_model_len = max_tokens, max_model_len
         self._figures = figures
 
     def run(self) -> None:
         if is_terminal := sys.stdin.isatty():
             _use_line_editing()
-            note(f"Context: {self._max_model_len:,} tokens. Ctrl-C stops an answer, Ctrl-D leaves; see /help.")
+            context = f"Context: {self._max_model_len:,} tokens. " if self._max_model_len else ""
+            note(f"{context}Ctrl-C stops an answer, Ctrl-D leaves; see /help.")
         while True:
             try:
                 line = input("> " if is_terminal else "").strip()
@@ -62,28 +77,38 @@ class Chat:
     def _answer(self, text: str) -> None:
         start = time.perf_counter()
         try:
-            output = print_stream(self._session.ask(text))
+            answer = print_stream(self._session.ask(text))
         except KeyboardInterrupt:
-            output = None
+            answer = None
         except JaxLLMError as error:
             note(f"error: {error}")
             note("[the message was left out of the conversation; /reset begins a new one]")
             return
         print(flush=True)
-        if output is None:
+        if answer is None:
             note("[stopped]")
             return
-        self._figures.add([output], time.perf_counter() - start)
-        if output.outputs[0].finish_reason == "length":
-            note(self._why_cut_off(output))
+        self._figures.add([answer], time.perf_counter() - start)
+        if answer.finish_reason == "length":
+            note(self._why_cut_off(answer))
 
-    def _why_cut_off(self, output: RequestOutput) -> str:
-        if len(output.prompt_token_ids) + len(output.outputs[0].token_ids) < self._max_model_len:
-            return f"[cut off by --max-tokens {self._max_tokens}]"
+    def _why_cut_off(self, answer: Answer) -> str:
+        num_tokens = (answer.num_prompt_tokens or 0) + (answer.num_output_tokens or 0)
+        if self._max_model_len is None or num_tokens < self._max_model_len:
+            return "[cut off" + ("]" if self._max_tokens is None else f" by --max-tokens {self._max_tokens}]")
         return (
             f"[cut off: the context of {self._max_model_len:,} tokens is full. /reset begins a new "
             "conversation; --max-model-len at the start may give it more room]"
         )
+
+
+def answers_of(llm: "LLM", params: SamplingParams) -> Callable[[list[Message]], AnswerStream]:
+    """The model in this process."""
+
+    def answer_to(messages: list[Message]) -> AnswerStream:
+        return Answer.of((yield from llm.stream(messages, params)))
+
+    return answer_to
 
 
 def _use_line_editing() -> None:

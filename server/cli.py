@@ -1,4 +1,4 @@
-"""The command line: `jaxllm generate`, `jaxllm chat`.
+"""The command line: `jaxllm generate`, `jaxllm chat`, `jaxllm serve` and what else `jaxllm --help` lists.
 
 Arguments are read before the engine is imported, so that `--help` and mistakes cost no waiting for JAX.
 """
@@ -11,20 +11,26 @@ import re
 import sys
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxllm import EngineConfig, JaxLLMError, RequestOutput, SamplingParams, __version__
-from jaxllm.server.chat import Chat
+from jaxllm.server import batch_runner, remote_chat
+from jaxllm.server.answer import Answer
+from jaxllm.server.bench import cli as bench
+from jaxllm.server.chat import Chat, answers_of
 from jaxllm.server.figures import Figures
 from jaxllm.server.options import add_options, options_from
+from jaxllm.server.server_config import ServerConfig
 from jaxllm.server.terminal import note, print_stream
 
 if TYPE_CHECKING:
     from jaxllm import LLM
 
 EXIT_ERROR, EXIT_INTERRUPTED = 2, 130
+ADMIN_KEY_VARIABLE = "JAXLLM_ADMIN_KEY"
+MAX_QUEUED_REQUESTS = 1024  # of a server, which must not queue without end
 PROMPT_WIDTH = 72
 
 
@@ -87,16 +93,40 @@ def make_parser() -> Parser:
     about = "A conversation in the terminal."
     chat = commands.add_parser("chat", help="talk to a model", description=about, allow_abbrev=False)
     chat.add_argument("--system", default="", metavar="TEXT", help="what the model is told before the conversation")
-    _add_common(chat, max_tokens=None)
+    remote_chat.add_arguments(chat)
+    _add_common(chat, max_tokens=None, nargs="?")
     chat.set_defaults(run=_chat, parser=chat)
+
+    about = "An OpenAI-compatible HTTP server. SIGTERM or Ctrl-C ends it when the requests in progress have finished."
+    serve = commands.add_parser("serve", help="serve a model over HTTP", description=about, allow_abbrev=False)
+    _add_model(serve)
+    add_options(serve, ServerConfig, title="server options")
+    _add_engine_options(serve, defaults={"max_queued_requests": MAX_QUEUED_REQUESTS})
+    serve.set_defaults(run=_serve, parser=serve)
+
+    batch_runner.add_parser(commands)
+    bench.add_parser(commands)
     return parser
 
 
-def _add_common(parser: Parser, *, max_tokens: int | None) -> None:
-    parser.add_argument("model", metavar="MODEL", help='hub id, folder, .gguf file, or the demo model "smollm2-135m"')
-    parser.add_argument("--debug", action="store_true", help="show where an error comes from")
+def _add_common(parser: Parser, *, max_tokens: int | None, nargs: str | None = None) -> None:
+    _add_model(parser, nargs=nargs)
     add_options(parser, SamplingParams, title="sampling options", defaults={"max_tokens": max_tokens})
-    add_options(parser, EngineConfig, title="engine options", leave_out=("model", "seed"))
+    _add_engine_options(parser, leave_out=("seed",))
+
+
+def _add_model(parser: Parser, *, nargs: str | None = None) -> None:
+    about = 'hub id, folder, .gguf file, or the demo model "smollm2-135m"'
+    parser.add_argument("model", metavar="MODEL", nargs=nargs, help=about)
+    parser.add_argument("--debug", action="store_true", help="show where an error comes from")
+
+
+def _add_engine_options(
+    parser: Parser, *, defaults: dict[str, Any] | None = None, leave_out: Collection[str] = ()
+) -> None:
+    """Without those that other places tell: MODEL, and the tenants, which are in the file of API keys."""
+    leave_out = ("model", "tenants", "default_tenant", *leave_out)
+    add_options(parser, EngineConfig, title="engine options", defaults=defaults, leave_out=leave_out)
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -112,22 +142,43 @@ def _generate(args: argparse.Namespace) -> int:
             print(flush=True)
             if output is None:
                 raise KeyboardInterrupt
-            figures.add([output], time.perf_counter() - start)
+            outputs = [output]
         else:
             outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
-            figures.add(outputs, time.perf_counter() - start)
             _print_answers(outputs)
-        if num_cut := sum(output.outputs[0].finish_reason == "length" for output in figures.outputs):
+        figures.add(map(Answer.of, outputs), time.perf_counter() - start)
+        if num_cut := sum(answer.finish_reason == "length" for answer in figures.answers):
             note(f"[cut off by --max-tokens or --max-model-len: {num_cut} of {len(prompts)}]")
         note(str(figures))
     return 0
 
 
 def _chat(args: argparse.Namespace) -> int:
+    if args.url:
+        return remote_chat.run(args)
+    if args.model is None:
+        args.parser.error("no model: name MODEL, or a server by --url URL")
+    for name in ("api_key", "model_name"):
+        if getattr(args, name):
+            args.parser.error(f"--{name.replace('_', '-')} belongs to --url")
     params = SamplingParams(**options_from(args, SamplingParams))
     with _engine(args) as (llm, figures):
-        Chat(llm, params, figures, system=args.system).run()
+        max_model_len = llm.engine.config.max_model_len
+        answer_to = answers_of(llm, params)
+        Chat(answer_to, figures, max_tokens=params.max_tokens, max_model_len=max_model_len, system=args.system).run()
         note(str(figures))
+    return 0
+
+
+def _serve(args: argparse.Namespace) -> int:
+    options = options_from(args, ServerConfig)
+    if "admin_key" not in options and (admin_key := os.environ.get(ADMIN_KEY_VARIABLE)):
+        options["admin_key"] = admin_key
+    config = ServerConfig(**options)
+    engine_config = EngineConfig(model=args.model, **options_from(args, EngineConfig))
+    from jaxllm.server.serve import serve
+
+    serve(engine_config, config)
     return 0
 
 

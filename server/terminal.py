@@ -6,10 +6,8 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from types import FrameType
 
-from jaxllm import RequestOutput
 
-
-def print_stream(pieces: Generator[str, None, RequestOutput]) -> RequestOutput | None:
+def print_stream[Result](pieces: Generator[str, None, Result]) -> Result | None:
     """Prints an answer while it comes. Returns what the generator does, or None if Ctrl-C has stopped it."""
     with closing(pieces), first_interrupt() as has_come:
         while not has_come():

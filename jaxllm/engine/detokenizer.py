@@ -83,6 +83,12 @@ class Detokenizer:
         return not special and self._vocabulary.knows(token_id)
 
 
+def token_bytes(tokenizer: "PreTrainedTokenizerFast", token_id: int) -> bytes:
+    """What a token adds to a text, special tokens included. Nothing for an id that pads the vocabulary."""
+    vocabulary = _vocabulary_of(tokenizer)
+    return vocabulary.token_bytes(token_id) if vocabulary.knows(token_id) else b""
+
+
 class _Vocabulary:
     """The bytes of a tokenizer's tokens, found when first asked for."""
 

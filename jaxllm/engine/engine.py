@@ -1,45 +1,61 @@
-"""The loop: schedule a step, launch it, and take in the result of the one before."""
+"""The engine in the caller's own process: the core's loop, and text around it."""
 
-import random
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-import jax
-import jax.numpy as jnp
-from jax.sharding import AxisType
-
-from jaxllm.config import EngineConfig, ResolvedConfig, resolve
+from jaxllm.config import EngineConfig, ResolvedConfig
+from jaxllm.engine.core_output import CoreOutput
+from jaxllm.engine.core_request import CoreRequest
+from jaxllm.engine.engine_core import EngineCore
 from jaxllm.engine.output_processor import OutputProcessor
-from jaxllm.engine.runner import Runner, StepHandle
-from jaxllm.errors import ConfigError, InvalidRequestError, OverloadedError
-from jaxllm.loading.checkpoint import Checkpoint
+from jaxllm.engine.runner import Runner
 from jaxllm.loading.sources import open_checkpoint
-from jaxllm.models.model import Model, model_max_len
-from jaxllm.outputs import RequestOutput
-from jaxllm.pallas_kernels.ragged_paged_attention.api import IMPLEMENTATIONS
+from jaxllm.outputs import CompletionOutput, OutputDelta, RequestMetrics, RequestOutput
 from jaxllm.sampling_params import SamplingParams
-from jaxllm.scheduler import (
-    Request,
-    RequestRefusedError,
-    RequestStatus,
-    SamplingRow,
-    Scheduler,
-    SchedulerBusyError,
-    SchedulerConfig,
-    SchedulerConfigError,
-)
-from jaxllm.scheduler.buckets import pick
-from jaxllm.scheduler.step_batch import StepBatch
-from jaxllm.scheduler.step_plan import StepPlan
+from jaxllm.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-_MAX_SLEEP_S = 1e-3  # in a merge window, for new requests may end it
+@dataclass
+class _Answer:
+    """What one request gives, while it comes."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    on_text: Callable[[str], None] | None
+    deltas: list[list[OutputDelta]]  # of each continuation
+    num_unfinished: int
+    unheard: list[str] = field(default_factory=list)
+
+    def append(self, delta: OutputDelta) -> None:
+        self.deltas[delta.index].append(delta)
+        self.num_unfinished -= delta.finish_reason is not None
+        if self.on_text is not None and delta.text:
+            self.unheard.append(delta.text)
+
+    def tell(self) -> None:
+        """Gives the listener what it has not heard. One that has raised hears nothing more."""
+        on_text, self.on_text, unheard, self.unheard = self.on_text, None, self.unheard, []
+        for text in unheard:
+            assert on_text is not None
+            on_text(text)
+        self.on_text = on_text
+
+    def output(self) -> RequestOutput:
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=[_completion(index, deltas) for index, deltas in enumerate(self.deltas)],
+            finished=True,
+            metrics=_joint_metrics([delta.metrics for deltas in self.deltas if (delta := deltas[-1]).metrics]),
+        )
 
 
 class Engine:
@@ -48,37 +64,34 @@ class Engine:
     def __init__(self, config: EngineConfig, *, progress: bool = False):
         """Opens the model, reads its weights and compiles the first program, side by side."""
         checkpoint = open_checkpoint(config.model, revision=config.revision)
-        platform = jax.default_backend()
-        self.config = resolved = resolve(config, platform=platform, model_max_len=model_max_len(checkpoint.config))
-        if resolved.attention_implementation not in (None, *IMPLEMENTATIONS):
-            raise ConfigError(
-                f"attention_implementation is {resolved.attention_implementation!r}; it must be one of "
-                f"{', '.join(IMPLEMENTATIONS)}, or None for auto"
-            )
-        if resolved.attention_implementation == "tpu" and platform != "tpu":
-            raise ConfigError(f"attention_implementation is 'tpu' and JAX runs on {platform}: leave it out for auto")
-        _use_compilation_cache(resolved)
-        mesh = _make_mesh(resolved.tensor_parallel_size)
-        model = Model.from_checkpoint(
-            checkpoint, dtype=jnp.dtype(resolved.dtype), max_model_len=resolved.max_model_len, mesh=mesh
-        )
-        with ThreadPoolExecutor(2, thread_name_prefix="jaxllm-load") as loaders:
-            tokenizer = loaders.submit(checkpoint.tokenizer)
-            weights = loaders.submit(model.load, checkpoint, progress=progress)
-            self.runner = Runner(model, resolved, mesh)
-            self.runner.start(weights.result())
-            self.tokenizer: PreTrainedTokenizerFast = tokenizer.result()
+        with ThreadPoolExecutor(1, thread_name_prefix="jaxllm-load") as loader:
+            loading = loader.submit(checkpoint.tokenizer)
+            self.core = EngineCore(config, checkpoint=checkpoint, progress=progress)
+            self.tokenizer: PreTrainedTokenizerFast = loading.result()
+        self.info = self.core.info.with_tokenizer(self.tokenizer)
+        self._outputs: OutputProcessor[_Answer] = OutputProcessor(self.tokenizer)
+        self._keys: dict[str, list[str]] = {}  # the core's, of each request's continuations
+        self._finished: list[RequestOutput] = []  # that no call has returned yet
 
-        self.scheduler = Scheduler(_scheduler_config(resolved, self.runner))
-        self.vocab_size = model.config.vocab_size
-        self._eos_token_ids = _eos_token_ids(checkpoint, self.tokenizer)
-        self._seeds = random.Random(config.seed)
-        self._outputs = OutputProcessor(self.tokenizer)
-        self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
+    @property
+    def vocab_size(self) -> int:
+        return self.info.vocab_size
+
+    @property
+    def config(self) -> ResolvedConfig:
+        return self.core.config
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.core.scheduler
+
+    @property
+    def runner(self) -> Runner:
+        return self.core.runner
 
     @property
     def has_unfinished_requests(self) -> bool:
-        return self.scheduler.has_unfinished_requests
+        return self.core.has_unfinished_requests
 
     def add_request(
         self,
@@ -105,136 +118,116 @@ class Engine:
           cache_salt: it shares cached prefixes with requests of the same salt only.
           timeout_s, queue_timeout_s: it ends (with the reason "timeout") when it has not finished, or not started, in
             this time.
-          on_text: called with each new piece of text, from within `step`.
+          on_text: called with each new piece of text, from within `step`. Not for several continuations.
 
         Raises InvalidRequestError, or OverloadedError if there is no room now, and leaves everything as it was.
         """
+        assert on_text is None or params.n == 1
         now = time.monotonic()
-        max_model_len = self.scheduler.config.max_model_len
-        outside = [token for token in prompt_token_ids if not 0 <= token < self.vocab_size]
-        if outside:
-            raise InvalidRequestError(
-                f"token id {outside[0]:,} is not in the vocabulary; ids must be from 0 to {self.vocab_size - 1:,}"
-            )
-        stop_token_ids = params.stop_token_ids or ()
+        request = CoreRequest.of(
+            params,
+            request_id=request_id,
+            prompt_token_ids=list(prompt_token_ids),
+            eos_token_ids=self.info.eos_token_ids,
+            streams=on_text is not None,
+            arrival_time=now,
+            priority=priority,
+            tenant=tenant,
+            cache_salt=cache_salt,
+            timeout_s=timeout_s,
+            queue_timeout_s=queue_timeout_s,
+        )
+        keys: list[str] = []
         try:
-            request = Request(
-                request_id,
-                prompt_token_ids,
-                max_tokens=params.max_tokens or max(1, max_model_len - len(prompt_token_ids)),
-                stop_token_ids=(*stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)),
-                priority=priority,
-                tenant=tenant,
-                arrival_time=now,
-                deadline=None if timeout_s is None else now + timeout_s,
-                queue_deadline=None if queue_timeout_s is None else now + queue_timeout_s,
-                cache_salt=cache_salt,
-                sampling=SamplingRow(
-                    temperature=params.temperature,
-                    top_k=params.top_k,
-                    top_p=params.top_p,
-                    min_p=params.min_p,
-                    seed=self._seeds.getrandbits(32) if params.seed is None else params.seed_uint32(),
-                ),
+            for index, seed in enumerate(params.seeds()):
+                key = request_id if params.n == 1 else f"{request_id}#{index}"
+                self.core.add_request(replace(request, request_id=key, seed=seed))
+                keys.append(key)
+        except Exception:
+            for key in keys:
+                self.core.end_request(key, "abort")
+            raise
+        token_ids = request.prompt_token_ids
+        answer = _Answer(request_id, prompt, token_ids, on_text, [[] for _ in keys], num_unfinished=len(keys))
+        self._keys[request_id] = keys
+        for index, key in enumerate(keys):
+            self._outputs.add(
+                key, answer, prompt_token_ids=token_ids, params=params, arrival_time=now, index=index
             )
-            self.scheduler.add_request(request)
-        except SchedulerBusyError as error:
-            raise OverloadedError(str(error), error.retry_after_s) from error
-        except RequestRefusedError as error:
-            raise InvalidRequestError(str(error)) from error
-        self._outputs.add(request, prompt=prompt, params=params, on_text=on_text)
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """Ends a request in any state. Returns what it has so far; None if no unfinished one has this id."""
-        return self._outputs.finish(request_id) if self.scheduler.abort_request(request_id) else None
+        outputs = [self.core.end_request(key, "abort") for key in self._keys.get(request_id, ())]
+        for output in outputs:
+            if output is not None:
+                self._take_in(output)
+        for output in self._finished:
+            if output.request_id == request_id:
+                self._finished.remove(output)
+                return output
+        return None
 
     def abort_all(self) -> list[RequestOutput]:
         """Ends every request, after a `step` that raised. Returns what they have so far.
 
         Nothing that a step may have left half done is found in the prefix cache afterwards.
         """
-        for request_id in self.scheduler.request_ids:
-            self.scheduler.abort_request(request_id)
-        self.scheduler.reset_prefix_cache()
-        return [self._outputs.finish(request_id) for request_id in self._outputs.request_ids]
+        self._take_in(self.core.abort_all())
+        return self._take_finished()
 
     def step(self) -> list[RequestOutput]:
-        """Launches the next step, and takes in the one before while it runs. Returns what has finished."""
-        expired = self.scheduler.expire()
-        plan = self.scheduler.schedule()
-        if plan is not None:
-            bucket = pick(self.runner.ready_buckets, plan.num_tokens, plan.num_seqs, plan.is_decode_only)
-            handle = self.runner.launch(StepBatch.build(plan, self.scheduler.table, bucket))
-            self._in_flight.append((plan, handle))
-            self._outputs.note_start(plan.started)
-        outputs: list[RequestOutput] = []
-        if len(self._in_flight) > (0 if plan is None else 1):
-            plan, handle = self._in_flight.popleft()
-            output = self.scheduler.update(plan, handle.sampled_token_ids()[: plan.num_seqs])
-            finished, stopped = self._outputs.process(output)
-            for ended in stopped:
-                self.scheduler.finish_request(ended.request_id, RequestStatus.FINISHED_STOP)
-            outputs = finished + stopped
-        elif plan is None:
-            time.sleep(min(self.scheduler.wait_s, _MAX_SLEEP_S))
-        return outputs + [self._outputs.finish(request.request_id) for request in expired]
+        """Runs a step of the core. Returns what has finished."""
+        self._take_in(self.core.step())
+        return self._take_finished()
 
     def shutdown(self) -> None:
         """Stops background work."""
-        self.runner.shutdown()
+        self.core.shutdown()
+
+    def _take_in(self, output: CoreOutput) -> None:
+        """Hands out what the core tells. Listeners come last, so that nothing is lost if one raises."""
+        deltas, stopped = self._outputs.process(output)
+        for key in stopped:
+            self.core.end_request(str(key), "stop")
+        for answer, delta in deltas:
+            answer.append(delta)
+            if not answer.num_unfinished:
+                del self._keys[answer.request_id]
+                self._finished.append(answer.output())
+        for answer, _ in deltas:
+            answer.tell()
+
+    def _take_finished(self) -> list[RequestOutput]:
+        finished, self._finished = self._finished, []
+        return finished
 
 
-def _scheduler_config(config: ResolvedConfig, runner: Runner) -> SchedulerConfig:
-    try:
-        return SchedulerConfig(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=config.max_model_len,
-            page_size=config.page_size,
-            num_pages=runner.num_pages,
-            windows=runner.groups.windows,
-            enable_prefix_caching=config.enable_prefix_caching,
-            policy=config.scheduling_policy,
-            max_queued_requests=config.max_queued_requests,
-            max_queued_tokens=config.max_queued_tokens,
-            max_wait_ms=config.max_wait_ms,
-            min_batch=config.min_batch,
-            tpot_target_ms=config.tpot_target_ms,
-            ttft_target_ms=config.ttft_target_ms,
-            step_sizes=tuple(bucket.num_tokens for bucket in runner.buckets if not bucket.is_decode_only),
-        )
-    except SchedulerConfigError as error:
-        raise ConfigError(str(error)) from error
-
-
-def _make_mesh(tensor_parallel_size: int) -> jax.sharding.Mesh:
-    devices = jax.devices()
-    if tensor_parallel_size > len(devices):
-        raise ConfigError(
-            f"tensor_parallel_size is {tensor_parallel_size}; this machine has {len(devices)} "
-            f"{devices[0].platform} devices. Lower it, or run on more devices."
-        )
-    return jax.make_mesh(
-        (1, tensor_parallel_size),
-        ("data", "model"),
-        axis_types=(AxisType.Auto, AxisType.Auto),
-        devices=devices[:tensor_parallel_size],
+def _completion(index: int, deltas: Sequence[OutputDelta]) -> CompletionOutput:
+    """All deltas of a continuation as one output."""
+    last, logprobs = deltas[-1], None
+    if last.logprobs is not None or any(delta.logprobs for delta in deltas):
+        logprobs = [token for delta in deltas for token in delta.logprobs or ()]
+    return CompletionOutput(
+        index=index,
+        text="".join(delta.text for delta in deltas),
+        token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        logprobs=logprobs,
     )
 
 
-def _use_compilation_cache(config: ResolvedConfig) -> None:
-    """Keeps compiled programs on disk, unless JAX has been told where already."""
-    if config.compilation_cache_dir and not jax.config.jax_compilation_cache_dir:
-        jax.config.update("jax_compilation_cache_dir", config.compilation_cache_dir)
-
-
-def _eos_token_ids(checkpoint: Checkpoint, tokenizer: "PreTrainedTokenizerFast") -> tuple[int, ...]:
-    """The model's own end tokens: of its generation config, its config and its tokenizer."""
-    found: list[int] = []
-    for ids in (
-        checkpoint.generation_config.get("eos_token_id"),
-        checkpoint.config.get("eos_token_id"),
-        tokenizer.eos_token_id,
-    ):
-        found += ids if isinstance(ids, list) else [ids] if ids is not None else []
-    return tuple(dict.fromkeys(found))
+def _joint_metrics(metrics: Sequence[RequestMetrics]) -> RequestMetrics:
+    """Of several continuations: when the first began, when the last ended, and how many tokens they have."""
+    if len(metrics) == 1:
+        return metrics[0]
+    first_scheduled = [m.first_scheduled_time for m in metrics if m.first_scheduled_time is not None]
+    first_token = [m.first_token_time for m in metrics if m.first_token_time is not None]
+    return RequestMetrics(
+        arrival_time=metrics[0].arrival_time,
+        first_scheduled_time=min(first_scheduled, default=None),
+        first_token_time=min(first_token, default=None),
+        finished_time=max(m.finished_time or 0.0 for m in metrics),
+        num_output_tokens=sum(m.num_output_tokens for m in metrics),
+        num_cached_tokens=metrics[0].num_cached_tokens,
+    )

@@ -1,162 +1,153 @@
-"""From the scheduler's tokens to what a request gives back: text, reasons, times."""
+"""From the core's tokens to what a request gives back: text, stop strings, reasons, times."""
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from jaxllm.engine.core_output import CoreOutput, Key
 from jaxllm.engine.detokenizer import Detokenizer
 from jaxllm.engine.stop_strings import StopStrings
-from jaxllm.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
+from jaxllm.outputs import FinishReason, OutputDelta, RequestMetrics, TokenLogprobs
 from jaxllm.sampling_params import SamplingParams
-from jaxllm.scheduler.request import Request, RequestStatus
-from jaxllm.scheduler.step_plan import StepOutput
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_REASONS: dict[RequestStatus, FinishReason] = {
-    RequestStatus.FINISHED_STOP: "stop",
-    RequestStatus.FINISHED_LENGTH: "length",
-    RequestStatus.FINISHED_ABORT: "abort",
-    RequestStatus.FINISHED_TIMEOUT: "timeout",
-}
+
+@dataclass(slots=True)
+class _Record[Sink]:
+    """One unfinished continuation."""
+
+    sink: Sink
+    index: int
+    params: SamplingParams
+    metrics: RequestMetrics
+    detokenizer: Detokenizer
+    stop_strings: StopStrings | None
+
+    def append(
+        self, token_ids: list[int], logprobs: list[TokenLogprobs] | None, now: float, *, hides_last: bool
+    ) -> OutputDelta:
+        """The delta of new tokens. One at which a stop string is complete is the last; those after it are dropped.
+
+        hides_last: the last token ended the output, and its text is not part of it.
+        """
+        metrics = self.metrics
+        if metrics.first_token_time is None:
+            metrics.first_token_time = now
+        shown = token_ids[:-1] if hides_last else token_ids
+        if self.stop_strings is not None:
+            pieces: list[str] = []
+            for number, token_id in enumerate(shown, 1):
+                text = self.detokenizer.append((token_id,))
+                if metrics.num_output_tokens + number > self.params.min_tokens:
+                    text, stop_string = self.stop_strings.append(text)
+                    if stop_string is not None:
+                        delta = OutputDelta(self.index, "".join((*pieces, text)), token_ids[:number])
+                        delta.logprobs = logprobs and logprobs[:number]
+                        delta.stop_reason = stop_string
+                        metrics.num_output_tokens += number
+                        return self._close(delta, "stop", now)
+                pieces.append(text)
+            text = "".join(pieces)
+        else:
+            text = self.detokenizer.append(shown)
+        metrics.num_output_tokens += len(token_ids)
+        return OutputDelta(self.index, text, token_ids, logprobs)
+
+    def finish(self, delta: OutputDelta, reason: FinishReason, error: str | None, now: float) -> OutputDelta:
+        """Makes a delta the last one, with the text that was held back."""
+        delta.text += self._rest()
+        if reason == "stop" and delta.token_ids and delta.token_ids[-1] in (self.params.stop_token_ids or ()):
+            delta.stop_reason = delta.token_ids[-1]
+        delta.error = error
+        return self._close(delta, reason, now)
+
+    def _rest(self) -> str:
+        rest = self.detokenizer.finish()
+        if self.stop_strings is None:
+            return rest
+        text, stop_string = self.stop_strings.append(rest)
+        return text if stop_string is not None else text + self.stop_strings.finish()
+
+    def _close(self, delta: OutputDelta, reason: FinishReason, now: float) -> OutputDelta:
+        delta.finish_reason = reason
+        self.metrics.finished_time = now
+        delta.metrics = self.metrics
+        return delta
 
 
 @dataclass
-class _Record:
-    """One unfinished request. `detokenizer` is None while nobody asks for its text before the end."""
+class OutputProcessor[Sink]:
+    """Knows the unfinished continuations by the core's key for each, and where what they give is to go: its `Sink`."""
 
-    request: Request
-    prompt: str | None
-    params: SamplingParams
-    metrics: RequestMetrics
-    on_text: Callable[[str], None] | None
-    detokenizer: Detokenizer | None
-    stop_strings: StopStrings
-    pieces: list[str] = field(default_factory=list)
-
-    def show(self, text: str) -> None:
-        if text:
-            self.pieces.append(text)
-            if self.on_text is not None:
-                self.on_text(text)
-
-
-class OutputProcessor:
-    """Watches unfinished requests. One that is neither streamed nor has stop strings costs nothing per token:
-    its text is made at the end."""
-
-    def __init__(self, tokenizer: "PreTrainedTokenizerFast"):
-        self._tokenizer = tokenizer
-        self._records: dict[str, _Record] = {}
-        self._watched: set[str] = set()  # those whose tokens are looked at as they come, or whose first has not come
+    tokenizer: "PreTrainedTokenizerFast"
+    _records: dict[Key, _Record[Sink]] = field(default_factory=dict)
 
     def add(
         self,
-        request: Request,
+        key: Key,
+        sink: Sink,
         *,
-        prompt: str | None,
+        prompt_token_ids: Sequence[int],
         params: SamplingParams,
-        on_text: Callable[[str], None] | None,
+        arrival_time: float,
+        index: int = 0,
     ) -> None:
-        """`on_text` is called with each new piece of the text."""
-        needs_text = on_text is not None or params.stop
-        self._watched.add(request.request_id)
-        self._records[request.request_id] = _Record(
-            request=request,
-            prompt=prompt,
-            params=params,
-            metrics=RequestMetrics(arrival_time=request.arrival_time),
-            on_text=on_text,
-            detokenizer=self._detokenizer(request, params) if needs_text else None,
-            stop_strings=StopStrings(params.stop or (), include_stop_str_in_output=params.include_stop_str_in_output),
+        self._records[key] = _Record(
+            sink,
+            index,
+            params,
+            RequestMetrics(arrival_time=arrival_time),
+            Detokenizer(
+                self.tokenizer, prompt_token_ids=prompt_token_ids, skip_special_tokens=params.skip_special_tokens
+            ),
+            StopStrings(params.stop, include_stop_str_in_output=params.include_stop_str_in_output)
+            if params.stop
+            else None,
         )
 
     @property
-    def request_ids(self) -> list[str]:
-        """Of the requests that `process` and `finish` have not returned yet."""
+    def keys(self) -> list[Key]:
+        """Of the continuations whose last delta has not been given."""
         return list(self._records)
 
-    def note_start(self, requests: Sequence[Request]) -> None:
-        """A step that was just launched computes the first tokens of these requests (again, if preempted)."""
-        for request in requests:
-            metrics = self._records[request.request_id].metrics
-            if metrics.first_scheduled_time is None:
-                metrics.first_scheduled_time = time.monotonic()
-
-    def process(self, output: StepOutput) -> tuple[list[RequestOutput], list[RequestOutput]]:
-        """Takes in a step's tokens. Returns the requests that the scheduler has finished, and those that end
-        here because of a stop string, which the scheduler does not know yet. If a listener raises
-        on the way, those records stay."""
-        now = time.monotonic()
-        stop_strings: dict[str, str] = {}
-        for request, token_ids in output.tokens_by_request() if self._watched else ():
-            record = self._records[request.request_id]
-            if record.metrics.first_token_time is None:
-                record.metrics.first_token_time = now
-                if record.detokenizer is None:
-                    self._watched.discard(request.request_id)
-            if request.status is RequestStatus.FINISHED_STOP:
-                token_ids = token_ids[:-1]
-            if record.detokenizer is None or not token_ids:
+    def process(self, output: CoreOutput) -> tuple[list[tuple[Sink, OutputDelta]], list[Key]]:
+        """Takes in what the core tells. Returns the deltas, and the keys of those that have ended at a stop string,
+        which the core is to be told. What it tells of a key that has ended here means nothing any more."""
+        records, now = self._records, output.time
+        deltas: list[tuple[Sink, OutputDelta]] = []
+        stopped: list[Key] = []
+        for key, when, num_cached_tokens in output.started:
+            if (record := records.get(key)) is not None:
+                record.metrics.first_scheduled_time = when
+                record.metrics.num_cached_tokens = num_cached_tokens
+        ends = {key: (reason, error) for key, reason, error in output.finished}
+        for key, token_ids in output.tokens_by_key():
+            if (record := records.get(key)) is None:
                 continue
-            text, stop_string = record.stop_strings.append(record.detokenizer.append(token_ids))
-            record.show(text)
-            if stop_string is not None:
-                stop_strings[request.request_id] = stop_string
-        finished = [request.request_id for request in output.finished if request.request_id not in stop_strings]
-        return (
-            [self.finish(request_id, now) for request_id in finished],
-            [self._finish(self._records[name], "stop", found, now) for name, found in stop_strings.items()],
-        )
+            reason, error = ends.pop(key, (None, None)) if ends else (None, None)
+            delta = record.append(token_ids, output.logprobs.get(key), now, hides_last=reason == "stop")
+            if delta.finish_reason is not None:
+                del records[key]
+                if reason is None:
+                    stopped.append(key)
+            elif reason is not None:
+                del records[key]
+                record.finish(delta, reason, error, now)
+            deltas.append((record.sink, delta))
+        for key, (reason, error) in ends.items():
+            if key in records:
+                deltas.append(self.finish(key, reason, error, now=now))
+        return deltas, stopped
 
-    def finish(self, request_id: str, now: float | None = None) -> RequestOutput:
-        """The output of a request that the scheduler has finished."""
-        record = self._records[request_id]
-        request = record.request
-        token_ids, stop_reason = request.output_token_ids, None
-        ended_by_token = request.status is RequestStatus.FINISHED_STOP
-        if ended_by_token and token_ids[-1] in (record.params.stop_token_ids or ()):
-            stop_reason = token_ids[-1]
-        if record.detokenizer is None:
-            detokenizer = self._detokenizer(request, record.params)
-            shown = token_ids[:-1] if ended_by_token else token_ids
-            record.show(detokenizer.append(shown) + detokenizer.finish())
-        else:
-            text, stop_string = record.stop_strings.append(record.detokenizer.finish())
-            record.show(text if stop_string is not None else text + record.stop_strings.finish())
-        return self._finish(record, _REASONS[request.status], stop_reason, now or time.monotonic())
+    def finish(
+        self, key: Key, reason: FinishReason, error: str | None = None, *, now: float
+    ) -> tuple[Sink, OutputDelta]:
+        """Ends a continuation with the tokens that it has."""
+        record = self._records.pop(key)
+        return record.sink, record.finish(OutputDelta(record.index, "", []), reason, error, now)
 
-    def _finish(
-        self, record: _Record, reason: FinishReason, stop_reason: int | str | None, now: float
-    ) -> RequestOutput:
-        request = record.request
-        del self._records[request.request_id]
-        self._watched.discard(request.request_id)
-        token_ids = request.output_token_ids
-        record.metrics.finished_time = now
-        record.metrics.num_output_tokens = len(token_ids)
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt=record.prompt,
-            prompt_token_ids=request.prompt_token_ids,
-            outputs=[
-                CompletionOutput(
-                    index=0,
-                    text="".join(record.pieces),
-                    token_ids=token_ids,
-                    finish_reason=reason,
-                    stop_reason=stop_reason,
-                )
-            ],
-            finished=True,
-            metrics=record.metrics,
-        )
-
-    def _detokenizer(self, request: Request, params: SamplingParams) -> Detokenizer:
-        return Detokenizer(
-            self._tokenizer,
-            prompt_token_ids=request.prompt_token_ids,
-            skip_special_tokens=params.skip_special_tokens,
-        )
+    def forget(self, key: Key) -> None:
+        """Nobody asks for its end."""
+        self._records.pop(key, None)

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.config import ResolvedConfig
 from jaxllm.engine.kv_cache import KV_CACHE_PARTITION, KVCacheLayout, MemoryBudget, memory_limit_bytes
+from jaxllm.engine.sampler import Logprobs
 from jaxllm.engine.step_program import StepResult, make_step
 from jaxllm.layers.layer_groups import LayerGroups
 from jaxllm.layers.parameter import activation_dtype
@@ -26,6 +27,7 @@ from jaxllm.scheduler.windows import num_request_pages
 
 logger = logging.getLogger(__name__)
 
+COMPILE_THREADS_PREFIX = "jaxllm-compile"
 _MIN_TOKENS = 4  # XLA on CPU leaves its fast path for products of one row.
 _COMPILE_THREADS = min(8, max(1, (os.cpu_count() or 2) // 2))  # XLA has threads of its own in each compilation.
 
@@ -39,6 +41,10 @@ class StepHandle:
     def sampled_token_ids(self) -> np.ndarray:
         """int32 [S]; waits for the step."""
         return np.asarray(self._result.sampled_token_ids)
+
+    def logprobs(self) -> Logprobs:
+        """As numpy arrays; zeros if no row of the batch wants them. Waits for the step."""
+        return Logprobs(*map(np.asarray, self._result.logprobs))
 
 
 class Runner:
@@ -75,7 +81,7 @@ class Runner:
         )
         self.buckets = declare_buckets(config.max_num_batched_tokens, config.max_num_seqs, _MIN_TOKENS)
         self._programs: dict[Bucket, jax.stages.Compiled] = {}
-        self._executor = ThreadPoolExecutor(_COMPILE_THREADS, thread_name_prefix="jaxllm-compile")
+        self._executor = ThreadPoolExecutor(_COMPILE_THREADS, thread_name_prefix=COMPILE_THREADS_PREFIX)
         self._compiling: list[Future[None]] = []
         self.num_pages = config.num_pages or 0
         self._compile_first()
@@ -106,6 +112,16 @@ class Runner:
             self._weights, self._kv_pages, self._last_token_ids, packed
         )
         return StepHandle(result)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether a further step can run: not if one has failed on the device, or on its way there, for then the
+        caches that it was given are lost. Waits for the steps in flight."""
+        try:
+            jax.block_until_ready([self._kv_pages, self._last_token_ids])
+        except RuntimeError:
+            return False
+        return True
 
     def shutdown(self) -> None:
         """Gives up the compilations that have not begun."""

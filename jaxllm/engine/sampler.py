@@ -16,6 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+NUM_TOP_LOGPROBS = 20
+"""So many of the most likely tokens come with log-probabilities, of which a request shows what it asked for."""
+
 _INFINITY_BITS = 0x7F800000  # of a float32; greater patterns are NaN
 
 
@@ -45,6 +48,35 @@ def sample(logits_SV: jax.Array, params: SamplingArrays, positions_S: jax.Array)
         return _argmax(jnp.where(greedy_S[:, None], logits_SV, scores_SV))
 
     return lax.cond(jnp.all(greedy_S), lambda: _argmax(logits_SV), some_random)
+
+
+class Logprobs(NamedTuple):
+    """Log-probabilities of a step's rows by the model's own logits, before temperature and filters."""
+
+    sampled: jax.Array  # float32 [S], of the token that was sampled
+    top_token_ids: jax.Array  # int32 [S, NUM_TOP_LOGPROBS], the most likely ones, best first; the lower id if equal
+    top: jax.Array  # float32 [S, NUM_TOP_LOGPROBS]
+
+
+def logprobs(logits_SV: jax.Array, sampled_S: jax.Array, is_wanted_S: jax.Array) -> Logprobs:
+    """Returns those of all rows if any row wants them, else zeros, at no cost. ``logits_SV`` is float32."""
+    num_seqs, vocab_size = logits_SV.shape
+    num_top = min(NUM_TOP_LOGPROBS, vocab_size)
+
+    def compute() -> Logprobs:
+        log_sum_S1 = jax.nn.logsumexp(logits_SV, axis=1, keepdims=True)
+        top_SK, top_token_ids_SK = lax.top_k(logits_SV, num_top)
+        sampled_S1 = jnp.take_along_axis(logits_SV, sampled_S[:, None], axis=1)
+        return Logprobs((sampled_S1 - log_sum_S1)[:, 0], top_token_ids_SK, top_SK - log_sum_S1)
+
+    def skip() -> Logprobs:
+        return Logprobs(
+            jnp.zeros(num_seqs, jnp.float32),
+            jnp.zeros((num_seqs, num_top), jnp.int32),
+            jnp.zeros((num_seqs, num_top), jnp.float32),
+        )
+
+    return lax.cond(jnp.any(is_wanted_S), compute, skip)
 
 
 def truncate(logits_SV: jax.Array, params: SamplingArrays) -> jax.Array:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxllm.engine.sampler import SamplingArrays, sample
+from jaxllm.engine.sampler import Logprobs, SamplingArrays, logprobs, sample
 from jaxllm.layers.attention import StepMetadata
 from jaxllm.layers.kv_caches import KVCaches
 from jaxllm.layers.layer_groups import LayerGroups
@@ -17,9 +17,10 @@ from jaxllm.scheduler.step_batch import Field, fields
 
 
 class StepResult(NamedTuple):
-    """sampled_token_ids: int32 [S]; what is sampled for padding rows and unfinished prompts means nothing."""
+    """What a step gives for its rows; that of padding rows and unfinished prompts means nothing."""
 
-    sampled_token_ids: Array
+    sampled_token_ids: Array  # int32 [S]
+    logprobs: Logprobs  # zeros if no row wants them
 
 
 Step = Callable[[list[Array], list[Array], Array, Array], tuple[list[Array], Array, StepResult]]
@@ -68,6 +69,7 @@ def make_step(
 
         sampling = SamplingArrays(*(batch[name] for name in SamplingArrays._fields))
         sampled_S = sample(logits_SV, sampling, batch["positions"][logits_rows_S] + 1)
-        return caches.arrays, last_token_ids.at[rows_S].set(sampled_S), StepResult(sampled_S)
+        result = StepResult(sampled_S, logprobs(logits_SV, sampled_S, batch["wants_logprobs"] == 1))
+        return caches.arrays, last_token_ids.at[rows_S].set(sampled_S), result
 
     return step

@@ -1,14 +1,13 @@
 import itertools
 import os
 import signal
-from types import SimpleNamespace
 
 import pytest
 
 from jaxllm import SamplingParams
 from jaxllm.errors import InvalidRequestError
 from jaxllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from jaxllm.server.chat import Chat
+from jaxllm.server.chat import Chat, answers_of
 from jaxllm.server.chat_session import ChatSession
 from jaxllm.server.figures import Figures
 
@@ -19,7 +18,6 @@ class EchoLLM:
     """Answers with the last message, a word at a time; a token is a word. "forever" has no end."""
 
     def __init__(self):
-        self.engine = SimpleNamespace(config=SimpleNamespace(max_model_len=MAX_MODEL_LEN))
         self.asked: list[list[dict[str, str]]] = []
         self.num_open = 0
 
@@ -73,7 +71,8 @@ def chat(llm, monkeypatch, capsys):
 
         monkeypatch.setattr("builtins.input", type_line)
         figures = Figures(start_up_s=1.0)
-        Chat(llm, SamplingParams(max_tokens=max_tokens), figures, system=system).run()
+        answer_to = answers_of(llm, SamplingParams(max_tokens=max_tokens))
+        Chat(answer_to, figures, max_tokens=max_tokens, max_model_len=MAX_MODEL_LEN, system=system).run()
         run.figures = figures
         return capsys.readouterr()
 
@@ -89,7 +88,7 @@ def test_the_conversation_is_kept(chat, llm):
     out, _ = chat("one two", "", "three")
     assert out == "one two \nthree \n"
     assert llm.asked == [said("one two"), said("one two", "one two ", "three")]
-    assert len(chat.figures.outputs) == 2
+    assert len(chat.figures.answers) == 2
 
 
 def test_ctrl_c_stops_the_answer_and_keeps_what_came_of_it(chat, llm):
@@ -149,13 +148,13 @@ def test_an_answer_cut_off_by_max_tokens_says_so(chat):
 
 
 def test_a_refused_question_is_taken_back(llm):
-    session = ChatSession(llm, SamplingParams())
+    session = ChatSession(answers_of(llm, SamplingParams()))
     with pytest.raises(InvalidRequestError):
         list(session.ask(" ".join("a" * 20)))
     assert session.messages == []
 
 
 def test_an_answer_stopped_before_its_first_piece_is_taken_back(llm):
-    session = ChatSession(llm, SamplingParams())
+    session = ChatSession(answers_of(llm, SamplingParams()))
     session.ask("one").close()
     assert session.messages == []

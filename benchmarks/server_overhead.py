@@ -1,0 +1,210 @@
+"""What the server costs, over an engine that costs nothing.
+
+    python benchmarks/server_overhead.py
+
+The engine (free_engine.py, in its own process) gives each request a token in each step; one HTTP worker; a client that
+only counts bytes (byte_counter.py, this process); all on the same cores. Measured are
+
+  free     streamed tokens/s when the engine makes them as fast as they are taken: tokens that wait go into one event
+  paced    the same at a given rate; while tokens come in events of their own, the server has kept up with each
+  short    short answers that are not streamed, a second
+  added    at about 32 requests at once, Poisson arrivals, steps of 10 ms: the median times of a request over HTTP less
+           those of the same requests, at the same times, in the engine within this process
+
+The CPU figures are of one core each: of the client, of the HTTP worker, of the engine's process.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import uvloop
+from byte_counter import Counts, closed_loop, open_loop, request_bytes
+from free_engine import STEP_MS, FreeEngine
+
+from jaxllm import EngineConfig
+from jaxllm.engine.core_request import CoreRequest
+
+BARS = {"free": 10_000, "short": 400, "added": 3.0}
+TEXT = "The history of the city begins long before its walls were built, when traders met at the river's only ford."
+LATENCY_STEP_MS, LATENCY_RATE, LATENCY_TOKENS = 10.0, 100.0, 32
+
+
+@dataclass
+class Process:
+    """A server with one HTTP worker, and its engine's process."""
+
+    url: str
+    pid: int
+
+    def cpu_s(self) -> tuple[float, float]:
+        """So far: of the HTTP worker, and of the processes that it has started."""
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        return _cpu_s(self.pid), sum(map(_cpu_s, map(int, children)))
+
+
+@contextlib.contextmanager
+def server(model: str, step_ms: float) -> Iterator[Process]:
+    """A server whose engine takes so long for a step; it ends with the context."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = subprocess.Popen(
+        [sys.executable, __file__, "--model", model, "--serve", str(port)],
+        env=os.environ | {STEP_MS: str(step_ms), "JAX_PLATFORMS": "cpu"},
+    )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        _wait_until_ready(process, url)
+        yield Process(url, process.pid)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+
+
+def measure_streams(process: Process, model: str, num_requests: int, concurrency: int, num_tokens: int) -> str:
+    body = {"model": model, "prompt": TEXT, "max_tokens": num_tokens, "stream": True, "ignore_eos": True}
+    request = request_bytes(process.url, "/v1/completions", json.dumps(body).encode())
+    uvloop.run(closed_loop(process.url, iter([request] * concurrency), concurrency, streams=True))
+    counts, cpu = _with_cpu(process, lambda: closed_loop(process.url, _of(request, num_requests), concurrency, streams=True))
+    tokens_per_s = num_requests * num_tokens / counts.seconds
+    events = counts.num_events - num_requests  # [DONE]
+    return (
+        f"{tokens_per_s:>9,.0f} tokens/s  {num_requests * num_tokens / events:6.2f} tokens in an event  "
+        f"TTFT {1e3 * median(counts.first_s):6.1f} ms  {cpu}"
+    )
+
+
+def measure_short(process: Process, model: str, path: str, num_requests: int, concurrency: int) -> str:
+    prompt = {"messages": [{"role": "user", "content": TEXT}]} if "chat" in path else {"prompt": TEXT}
+    body = {"model": model, "max_tokens": 8, "ignore_eos": True} | prompt
+    request = request_bytes(process.url, path, json.dumps(body).encode())
+    uvloop.run(closed_loop(process.url, iter([request] * concurrency), concurrency, streams=False))
+    counts, cpu = _with_cpu(process, lambda: closed_loop(process.url, _of(request, num_requests), concurrency, streams=False))
+    return f"{num_requests / counts.seconds:>9,.0f} requests/s  median {1e3 * median(counts.whole_s):6.1f} ms  {cpu}"
+
+
+def measure_added(model: str, num_requests: int) -> str:
+    rng = np.random.default_rng(0)
+    due_s = np.cumsum(rng.exponential(1 / LATENCY_RATE, num_requests)).tolist()
+    with server(model, LATENCY_STEP_MS) as process:
+        body = {"model": model, "prompt": TEXT, "max_tokens": LATENCY_TOKENS, "stream": True, "ignore_eos": True}
+        request = request_bytes(process.url, "/v1/completions", json.dumps(body).encode())
+        uvloop.run(closed_loop(process.url, iter([request] * 32), 32, streams=True))
+        counts, cpu = _with_cpu(process, lambda: open_loop(process.url, [request] * num_requests, due_s, streams=True))
+    first_s, whole_s = in_process(due_s)
+    first_ms = 1e3 * (median(counts.first_s) - median(first_s))
+    whole_ms = 1e3 * (median(counts.whole_s) - median(whole_s))
+    inside = f"in the process: TTFT {1e3 * median(first_s):.1f} ms, whole {1e3 * median(whole_s):.1f} ms"
+    return f"{first_ms:>9.2f} ms to the first token, {whole_ms:.2f} ms to the end ({inside})  {cpu}"
+
+
+def in_process(due_s: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Seconds to the first token and to the end of each request, without a server."""
+    os.environ[STEP_MS] = str(LATENCY_STEP_MS)
+    engine = FreeEngine(EngineConfig(model="none"))
+    first_s, whole_s = {}, {}
+    upcoming = 0
+    start = time.perf_counter()
+    while len(whole_s) < len(due_s):
+        while upcoming < len(due_s) and due_s[upcoming] <= time.perf_counter() - start:
+            engine.add_request(
+                CoreRequest(request_id=str(upcoming), prompt_token_ids=[1] * 24, max_tokens=LATENCY_TOKENS)
+            )
+            upcoming += 1
+        if not engine.has_unfinished_requests:
+            time.sleep(max(0.0, start + due_s[upcoming] - time.perf_counter()))
+            continue
+        output = engine.step()
+        now = time.perf_counter() - start
+        for key in output.keys:
+            first_s.setdefault(key, now - due_s[int(key)])
+        for key, _, _ in output.finished:
+            whole_s[key] = now - due_s[int(key)]
+    return list(first_s.values()), list(whole_s.values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m", help="whose tokenizer is used (smollm2-135m)")
+    parser.add_argument("--what", nargs="+", choices=("free", "paced", "short", "added"), default=None, help="(all)")
+    parser.add_argument("--streams", type=int, default=64, help="at once (64)")
+    parser.add_argument("--rates", type=int, nargs="+", default=[5_000, 10_000, 20_000], help="of `paced`, tokens/s")
+    parser.add_argument("--quick", action="store_true", help="a quarter of the requests")
+    parser.add_argument("--serve", type=int, metavar="PORT", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        serve(args.model, args.serve)
+        return
+    what = args.what or ("free", "paced", "short", "added")
+    scale = 1 if args.quick else 4
+    if "free" in what or "short" in what:
+        with server(args.model, 0.0) as process:
+            if "free" in what:
+                figures = measure_streams(process, args.model, args.streams * 4 * scale, args.streams, 256)
+                print(f"free              {figures}   (bar: {BARS['free']:,})", flush=True)
+            for path in ("/v1/completions", "/v1/chat/completions") if "short" in what else ():
+                figures = measure_short(process, args.model, path, 500 * scale, 32)
+                print(f"short {path[4:8]:12}{figures}   (bar: {BARS['short']})", flush=True)
+    for rate in args.rates if "paced" in what else ():
+        with server(args.model, 1e3 * args.streams / rate) as process:
+            figures = measure_streams(process, args.model, args.streams * scale, args.streams, 256)
+            print(f"paced {rate:<12,}{figures}", flush=True)
+    if "added" in what:
+        print(f"added             {measure_added(args.model, 200 * scale)}   (bar: {BARS['added']:g})", flush=True)
+
+
+def serve(model: str, port: int) -> None:
+    """A server in this process, until SIGTERM."""
+    from jaxllm.server.serve import serve
+    from jaxllm.server.server_config import ServerConfig
+
+    config = ServerConfig(port=port, served_model_name=[model], log_level="warning")
+    serve(EngineConfig(model=model), config, engine="free_engine:FreeEngine")
+
+
+def _with_cpu(process: Process, make: "callable") -> tuple[Counts, str]:
+    """Runs a load. Its counts, and what part of a core everybody used."""
+    before, own_before, start = process.cpu_s(), time.process_time(), time.perf_counter()
+    counts = uvloop.run(make())
+    seconds = time.perf_counter() - start
+    own = time.process_time() - own_before
+    worker, core = (after - earlier for after, earlier in zip(process.cpu_s(), before, strict=True))
+    return counts, f"CPU {own / seconds:.0%} {worker / seconds:.0%} {core / seconds:.0%}"
+
+
+def _of(request: bytes, number: int) -> Iterator[bytes]:
+    return itertools.repeat(request, number)
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _wait_until_ready(process: subprocess.Popen, url: str) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+            if answer.status == 200:
+                return
+        time.sleep(0.1)
+    raise SystemExit(f"the server does not answer at {url}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""The engine in a process of its own, for an event loop: `await AsyncLLM.start(config)`."""
+
+import asyncio
+import itertools
+import threading
+import time
+import uuid
+import weakref
+from typing import TYPE_CHECKING
+
+from jaxllm.config import EngineConfig
+from jaxllm.engine.core_client import CoreClient, State
+from jaxllm.engine.core_output import CoreOutput
+from jaxllm.engine.core_request import CoreRequest
+from jaxllm.engine.detokenizer import token_bytes
+from jaxllm.engine.engine_info import EngineInfo
+from jaxllm.engine.engine_process import EngineProcess
+from jaxllm.engine.engine_stats import EngineStats
+from jaxllm.engine.output_processor import OutputProcessor
+from jaxllm.engine.output_stream import OutputStream
+from jaxllm.errors import InvalidRequestError
+from jaxllm.loading.sources import open_checkpoint
+from jaxllm.outputs import OutputDelta
+from jaxllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+class AsyncLLM:
+    """A client of an engine process. Any number of requests run at once; each is read through its `OutputStream`.
+
+        llm = await AsyncLLM.start(EngineConfig(model="smollm2-135m"))
+        stream = await llm.submit(llm.tokenizer.encode("The capital of France is"), SamplingParams(temperature=0))
+        async for delta in stream:
+            print(delta.text, end="")
+        await llm.close()
+
+    It belongs to the event loop in which it was made. A process that several share, an HTTP server's workers for
+    instance, is an `EngineProcess` of its own, to which each of them connects.
+    """
+
+    def __init__(self, client: CoreClient, tokenizer: "PreTrainedTokenizerFast", process: EngineProcess | None):
+        """Use `start` or `connect`."""
+        assert client.info is not None
+        self.info: EngineInfo = client.info.with_tokenizer(tokenizer)
+        self.tokenizer = tokenizer
+        self.process = process
+        self._client = client
+        self._loop = asyncio.get_running_loop()
+        self._thread_id = threading.get_ident()
+        self._outputs: OutputProcessor[weakref.ref[OutputStream]] = OutputProcessor(tokenizer)
+        self._handles = itertools.count(1)
+
+    @classmethod
+    async def start(cls, config: EngineConfig) -> "AsyncLLM":
+        """Starts an engine process, which ends with `close`, or with this process. Returns when it can serve.
+
+        Raises what `LLM` raises.
+        """
+        process = EngineProcess(config)
+        process.start()
+        try:
+            return await cls._connect(process.address, process)
+        except BaseException:
+            await asyncio.to_thread(process.stop, 0.0)
+            raise
+
+    @classmethod
+    async def connect(cls, address: str) -> "AsyncLLM":
+        """Connects to the process of an `EngineProcess`, whosever it is. Returns when it can serve.
+
+        Raises what the engine could not start because of, or EngineDeadError when its owner has stopped it.
+        """
+        return await cls._connect(address, None)
+
+    @classmethod
+    async def _connect(cls, address: str, process: EngineProcess | None) -> "AsyncLLM":
+        llms: list[AsyncLLM] = []
+        client = CoreClient(
+            address,
+            on_output=lambda output: llms[0]._take_in(output),
+            on_lost=lambda reason: llms[0]._lose_all(reason) if llms else None,
+        )
+        try:
+            await client.wait_until_ready()
+            assert client.info is not None
+            tokenizer = await asyncio.to_thread(_load_tokenizer, client.info)
+        except BaseException:
+            client.close()
+            raise
+        llms.append(cls(client, tokenizer, process))
+        return llms[0]
+
+    @property
+    def state(self) -> State:
+        """ "ready", or why `submit` raises EngineDeadError: "restarting" after the process has died, "stopped"."""
+        return self._client.state
+
+    @property
+    def stats(self) -> EngineStats | None:
+        """The latest that the engine has told. It does so at least every 100 ms, but not in the middle of a step."""
+        return self._client.stats
+
+    @property
+    def heartbeat_age_s(self) -> float:
+        """Seconds since the engine was last heard of. As long as the step that it is in, at least."""
+        return self._client.heartbeat_age_s
+
+    @property
+    def num_restarts(self) -> int:
+        """How often the engine was lost, and with it the requests that ran."""
+        return self._client.num_lost
+
+    async def wait_until_ready(self) -> None:
+        """Returns when the engine can serve, again. Raises EngineDeadError if it never will."""
+        await self._client.wait_until_ready()
+
+    async def submit(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        tenant: str = "",
+        cache_salt: str = "",
+        timeout_s: float | None = None,
+        queue_timeout_s: float | None = None,
+        streams: bool = True,
+    ) -> OutputStream:
+        """Queues a request. Returns when the engine has taken it in.
+
+        Args:
+          prompt_token_ids: at least one, fewer than max_model_len, within the vocabulary.
+          request_id: for messages, and for `abort`; a new one if it is left out.
+          priority: lower runs first.
+          tenant: on whose account it runs.
+          cache_salt: it shares cached prefixes with requests of the same salt only.
+          timeout_s, queue_timeout_s: it ends (with the reason "timeout") when it has not finished, or not started, in
+            this time.
+          streams: False where the deltas are not shown as they come, which is cheaper: there is one with the first
+            token, and one at the end. With stop strings they come all the same.
+
+        Raises InvalidRequestError, OverloadedError if there is no room now, or EngineDeadError.
+        """
+        if not set(map(type, prompt_token_ids)) <= {int}:
+            wrong = next(token_id for token_id in prompt_token_ids if type(token_id) is not int)
+            raise InvalidRequestError(f"the prompt has {wrong!r} as a token id; it must be an integer")
+        request_id = request_id if request_id is not None else uuid.uuid4().hex
+        now = time.monotonic()
+        request = CoreRequest.of(
+            params,
+            request_id=request_id,
+            prompt_token_ids=prompt_token_ids,
+            eos_token_ids=self.info.eos_token_ids,
+            streams=streams,
+            arrival_time=now,
+            priority=priority,
+            tenant=tenant,
+            cache_salt=cache_salt,
+            timeout_s=timeout_s,
+            queue_timeout_s=queue_timeout_s,
+        )
+        handles = [next(self._handles) for _ in range(params.n)]
+        stream = OutputStream(request_id, handles, self._leave)
+        for index, handle in enumerate(handles):
+            self._outputs.add(
+                handle,
+                weakref.ref(stream),
+                prompt_token_ids=prompt_token_ids,
+                params=params,
+                arrival_time=now,
+                index=index,
+            )
+        try:
+            await self._client.submit(handles, params.seeds(), request)
+        except BaseException:
+            for handle in handles:
+                self._outputs.forget(handle)
+            stream.abandon()
+            raise
+        return stream
+
+    async def abort(self, request_id: str) -> bool:
+        """Ends the requests of this id, whichever client of the engine has sent them; their streams end with the reason
+        "abort". False if there is none. Raises EngineDeadError."""
+        return await self._client.call("abort", request_id)
+
+    async def reset_prefix_cache(self, *, force: bool = False) -> bool:
+        """Makes the engine forget all cached prefixes. While requests run it refuses and returns False; with `force` it
+        preempts them. Raises EngineDeadError."""
+        return await self._client.call("reset_prefix_cache", force)
+
+    async def profile(self, folder: str | None) -> None:
+        """Starts a trace of JAX's profiler in the engine process, to be written to `folder`; None ends it.
+
+        Raises InvalidRequestError if there is a trace already, or none; or EngineDeadError.
+        """
+        await self._client.call("profile", folder)
+
+    def token_text(self, token_id: int) -> tuple[str, bytes]:
+        """What a token looks like, and the bytes that it adds to a text, which may be a part of a character."""
+        found = token_bytes(self.tokenizer, token_id)
+        return found.decode(errors="replace"), found
+
+    async def close(self) -> None:
+        """Ends the requests of this client (their streams end with an error), and the process, if `start` made it."""
+        self._client.close()
+        if self.process is not None:
+            await asyncio.to_thread(self.process.stop)
+
+    def _take_in(self, output: CoreOutput) -> None:
+        """Hands out what steps have brought."""
+        deltas, stopped = self._outputs.process(output)
+        if stopped:
+            self._client.end([handle for handle in stopped if isinstance(handle, int)], "stop")
+        for sink, delta in deltas:
+            if (stream := sink()) is not None:
+                stream.push(delta)
+
+    def _lose_all(self, reason: str) -> None:
+        now = time.monotonic()
+        for key in self._outputs.keys:
+            sink, delta = self._outputs.finish(key, "error", reason, now=now)
+            if (stream := sink()) is not None:
+                stream.push(delta)
+
+    def _leave(self, handles: list[int]) -> None:
+        """The reader of a stream has left."""
+        if threading.get_ident() != self._thread_id:
+            self._loop.call_soon_threadsafe(self._leave, handles)
+            return
+        for handle in handles:
+            self._outputs.forget(handle)
+        self._client.end(handles, "abort")
+
+
+def _load_tokenizer(info: EngineInfo) -> "PreTrainedTokenizerFast":
+    return open_checkpoint(info.model, revision=info.revision).tokenizer()

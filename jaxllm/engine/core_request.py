@@ -1,0 +1,66 @@
+"""What the core is asked to do: a request in token ids and numbers, without text."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from jaxllm.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CoreRequest:
+    """One prompt to continue once. Where the meaning is not said, it is that of `SamplingParams` and `Request`.
+
+    request_id: unique among the core's unfinished requests.
+    max_tokens: None is until the context is full.
+    stop_token_ids: all tokens that end it, the model's own end tokens too unless they are to be ignored.
+    seed: uint32; None lets the core draw one.
+    num_logprobs: None for no log-probabilities, else how many of the likeliest tokens come with each token's own.
+    arrival_time: by ``time.monotonic``, which all processes of a machine share.
+    timeout_s, queue_timeout_s: from arrival_time on.
+    streams: whether tokens are reported as they come; if not, the first is and the others at the end.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    num_logprobs: int | None = None
+    priority: int = 0
+    tenant: str = ""
+    cache_salt: str = ""
+    arrival_time: float = 0.0
+    timeout_s: float | None = None
+    queue_timeout_s: float | None = None
+    streams: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        params: SamplingParams,
+        *,
+        prompt_token_ids: list[int],
+        eos_token_ids: tuple[int, ...],
+        streams: bool,
+        **options: Any,
+    ) -> "CoreRequest":
+        """What the core needs to know of `params`; the rest, which is about text, is not its business. As stop strings
+        are looked for outside of it, a request that has some streams in any case. The seed is left open."""
+        return cls(
+            prompt_token_ids=prompt_token_ids,
+            max_tokens=params.max_tokens,
+            min_tokens=params.min_tokens,
+            stop_token_ids=(*(params.stop_token_ids or ()), *(() if params.ignore_eos else eos_token_ids)),
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            num_logprobs=params.logprobs,
+            streams=streams or bool(params.stop),
+            **options,
+        )

@@ -1,0 +1,149 @@
+"""The owner of a core process: starts it, starts it again when it dies, and ends it."""
+
+import logging
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from jaxllm.config import EngineConfig
+from jaxllm.engine.core_process import CANNOT_START, LaunchOrder
+from jaxllm.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_MAIN = "from jaxllm.engine.core_process import main; main()"
+_MAX_PATH_BYTES = 100  # of a local socket; the system's limit is 107
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 30.0
+_LONG_LIFE_S = 60.0  # after so much, a death is not held against the next life
+_KILL_WAIT_S = 5.0
+
+
+class EngineProcess:
+    """Runs an engine core in a process of its own, for any number of `AsyncLLM`s in this and other processes.
+
+    When the process dies it is started again, after a pause that grows from 0.1 to 30 s if it dies again soon; if it
+    cannot start the first time, it is not tried again. It ends when this process does, however that ends: its
+    stdin is a pipe from here. It ignores SIGINT and SIGTERM, which are for its owner.
+
+    Args:
+      config: of the engine.
+      engine: import path of what runs in the process; see `core_process.Core`.
+      address: where it listens, ``ipc://path``; without one, in a new folder that only this user can open.
+
+    Raises ConfigError: the address is not of this form, or too long.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        engine: str = "jaxllm.engine.engine_core:EngineCore",
+        address: str | None = None,
+    ):
+        self._config = config
+        self._engine = engine
+        self._folder = None if address is not None else Path(tempfile.mkdtemp(prefix="jaxllm-"))
+        self.address = address if address is not None else f"ipc://{self._folder}/core"
+        path = os.fsencode(self.address.removeprefix("ipc://"))
+        if not self.address.startswith("ipc:///") or len(path) > _MAX_PATH_BYTES:
+            self._remove_folder()
+            raise ConfigError(
+                f"the address of the engine process is {self.address!r}; it must be ipc:// and an absolute path of at "
+                f"most {_MAX_PATH_BYTES} bytes. Give a shorter one, or set TMPDIR to a folder with a shorter path."
+            )
+        self._error_path = error_path(self.address)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._watcher: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self.num_restarts = 0
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that runs; None between two lives, before the first and after the last."""
+        process = self._process
+        return process.pid if process is not None and process.poll() is None else None
+
+    def start(self) -> None:
+        """Starts the process and returns at once; `AsyncLLM.connect` waits until it is ready."""
+        assert self._watcher is None, "an EngineProcess starts once"
+        self._error_path.unlink(missing_ok=True)
+        self._spawn(is_first=True)
+        self._watcher = threading.Thread(target=self._watch, name="jaxllm-engine-watcher", daemon=True)
+        self._watcher.start()
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """Ends the process, by force if it has not ended after `timeout_s`. Requests that run end with an error."""
+        with self._lock:
+            self._stopping.set()
+            process = self._process
+        if process is not None:
+            assert process.stdin is not None
+            process.stdin.close()
+            try:
+                process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(_KILL_WAIT_S)
+        if self._watcher is not None and self._watcher is not threading.current_thread():
+            self._watcher.join(_KILL_WAIT_S)
+        self._remove_folder()
+
+    def _spawn(self, *, is_first: bool) -> None:
+        order = LaunchOrder(
+            config=self._config,
+            engine=self._engine,
+            address=self.address,
+            error_path=str(self._error_path) if is_first else None,
+            sys_path=sys.path,
+            owner_pid=os.getpid(),
+        )
+        with self._lock:
+            if self._stopping.is_set():
+                return
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+            process = subprocess.Popen([sys.executable, "-P", "-c", _MAIN], stdin=subprocess.PIPE, env=environment)
+            self._process = process
+        assert process.stdin is not None
+        try:
+            process.stdin.write(pickle.dumps(order))
+            process.stdin.flush()
+        except BrokenPipeError:
+            logger.error("the engine process ended before it had read what to do")
+
+    def _watch(self) -> None:
+        """Starts the process again whenever it has ended."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            process, started = self._process, time.monotonic()
+            assert process is not None
+            code = process.wait()
+            assert process.stdin is not None
+            process.stdin.close()
+            if self._stopping.is_set():
+                return
+            if code == CANNOT_START and self.num_restarts == 0:
+                logger.error("the engine process could not start")
+                return
+            pause_s = _FIRST_PAUSE_S if time.monotonic() - started > _LONG_LIFE_S else pause_s
+            logger.error("the engine process has ended with code %d; it starts again in %.1f s", code, pause_s)
+            if self._stopping.wait(pause_s):
+                return
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            self.num_restarts += 1
+            self._spawn(is_first=False)
+
+    def _remove_folder(self) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def error_path(address: str) -> Path:
+    """The file in which a process that listens there says why it could not start."""
+    return Path(address.removeprefix("ipc://") + ".error")

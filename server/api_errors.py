@@ -1,0 +1,202 @@
+"""What a client is told when something goes wrong: OpenAI's shape of an error, Anthropic's under /v1/messages."""
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxllm import EngineDeadError, InvalidRequestError, OverloadedError
+
+logger = logging.getLogger("jaxllm.server")
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+}
+_ANTHROPIC_TYPES = {
+    408: "invalid_request_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+_ANTHROPIC_PATH = "/v1/messages"
+_MAX_SHOWN = 80  # characters of a value
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """OpenAI's."""
+
+    error: ErrorDetail
+
+
+class AnthropicErrorDetail(BaseModel):
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(BaseModel):
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+
+
+class ApiError(HTTPException):
+    """An answer with a status of 400 or above.
+
+    message: names the value, the limit and the way out.
+    type: of the error as OpenAI calls it; follows from the status.
+    param: the field that is to blame.
+    code: for programs, as "model_not_found".
+    retry_after_s: when to try again.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str | None = None,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        headers = dict(headers or {})
+        if retry_after_s is not None:
+            headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
+        super().__init__(status, message, headers)
+        self.status = status
+        self.message = message
+        self.type = type or _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> dict[str, Any]:
+        """As OpenAI's clients read it, in an answer or in a chunk of a stream."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def anthropic_body(self) -> dict[str, Any]:
+        """As Anthropic's clients read it."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else self.type)
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    @classmethod
+    def of(cls, error: Exception) -> "ApiError":
+        """The answer to an exception. One that is not ours tells nothing of itself."""
+        match error:
+            case ApiError():
+                return error
+            case HTTPException():  # Starlette's own, for unknown paths and methods, and unreadable bodies
+                return cls(error.status_code, error.detail, headers=dict(error.headers or {}))
+            case InvalidRequestError():
+                return cls(400, str(error))
+            case OverloadedError():
+                return cls(429, str(error), code="overloaded", retry_after_s=error.retry_after_s or 1.0)
+            case EngineDeadError():
+                return cls(503, str(error), code="engine_dead", retry_after_s=5.0)
+            case RequestValidationError():
+                return _of_validation(error.errors())
+            case _:
+                return cls(500, "the server failed to handle the request; its log says why", code="internal_error")
+
+
+def error_response(scope: Scope, error: ApiError) -> JSONResponse:
+    """The answer to the request of this scope, whose path decides on the shape. It is counted, and logged unless that
+    has been done."""
+    server = scope["app"].state.server
+    server.metrics.refused(error.status)
+    if not scope.get("jaxllm.is_logged"):
+        server.log.refused(
+            endpoint=scope["path"], request_id=scope["request_id"], status=error.status, message=error.message
+        )
+    body = error.anthropic_body() if scope["path"].startswith(_ANTHROPIC_PATH) else error.body()
+    return JSONResponse(body, error.status, error.headers)
+
+
+def documented_errors(path: str) -> dict[int | str, dict[str, Any]]:
+    """For the description of a route, or of routes under a path."""
+    model = AnthropicErrorBody if path.startswith(_ANTHROPIC_PATH) else ErrorBody
+    return {
+        "4XX": {"model": model, "description": "The request is at fault, or comes at a bad time."},
+        "5XX": {"model": model, "description": "The server is at fault, or not in service."},
+    }
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Every answer with an error comes from here, also for unknown paths and for exceptions of ours."""
+
+    async def answer_expected(request: Request, error: Exception) -> JSONResponse:
+        return error_response(request.scope, ApiError.of(error))
+
+    for kind in (HTTPException, RequestValidationError, InvalidRequestError, OverloadedError, EngineDeadError):
+        app.add_exception_handler(kind, answer_expected)
+
+
+class UnexpectedErrors:
+    """Answers 500 to a request whose handling raised what no handler knows, and logs it. Inside of the middlewares that
+    set headers, which Starlette's own handler of such errors is not."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_started = False
+
+        async def watch(message: Message) -> None:
+            nonlocal has_started
+            has_started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watch)
+        except Exception as error:
+            if has_started:  # uvicorn logs it, and closes the connection, which tells the client.
+                raise
+            logger.error("%s %s failed", scope["method"], scope["path"], exc_info=error)
+            await error_response(scope, ApiError.of(error))(scope, receive, send)
+
+
+def _of_validation(errors: Sequence[Any]) -> ApiError:
+    """Names the first field that does not fit."""
+    first = errors[0]
+    where = [part for part in first["loc"] if part not in ("body", "query", "path", "header")]
+    where = [part for part in where if not str(part).startswith("=")]  # tags of unions, as "=message"
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).lstrip(".")
+    more = f" ({len(errors) - 1:,} more)" if len(errors) > 1 else ""
+    match first["type"]:
+        case "extra_forbidden":
+            message = f"{param} is not supported{more}"
+        case "missing" if param:
+            message = f"{param} is missing{more}"
+        case "missing":
+            message = "the request has no body; it must be a JSON object"
+        case "model_attributes_type" if not param:
+            message = 'the body must be a JSON object, sent with the header "Content-Type: application/json"'
+        case _:
+            name = f"{param} is {_shown(first.get('input'))}: " if param else ""
+            message = name + first["msg"].removeprefix("Value error, ") + more
+    return ApiError(400, message, param=param or None)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "…"

@@ -1,0 +1,1 @@
+"""`jaxllm bench serve`: measures any OpenAI-compatible server over HTTP."""

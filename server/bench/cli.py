@@ -1,0 +1,339 @@
+"""The command `jaxllm bench serve`."""
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxllm import ConfigError, __version__
+from jaxllm.server.terminal import note
+
+if TYPE_CHECKING:
+    from jaxllm.server.bench.endpoint import Endpoint
+    from jaxllm.server.bench.load import Load
+    from jaxllm.server.bench.prompts import TextPrompts, TokenIdPrompts
+    from jaxllm.server.bench.result import Result
+    from jaxllm.server.bench.workload import BenchRequest
+    from jaxllm.server.http_client import HttpClient
+
+WORKLOADS = ("random", "sharegpt", "shared-prefix", "trace")
+ABOUT = """\
+Measures a server that speaks OpenAI's API, jaxllm or another, over HTTP: an open loop with random arrivals
+(--request-rate), a fixed number of requests at once (--concurrency), or a recorded trace.
+
+TTFT is the time to the first token, from when the request was due; TPOT the mean time of each token after it; ITL the
+gaps between events of a stream; E2E the time to the end of the answer. All are measured where the client reads
+its socket, over connections that are kept open. Tokens are as many as the server says."""
+EXAMPLES = """\
+examples:
+  jaxllm bench serve --url http://localhost:8000 --workload sharegpt --request-rate 1 2 4 --goodput ttft=500 tpot=50
+  jaxllm bench serve --url http://localhost:8000 --concurrency 8 32 --input-len 512 --output-len 128 --chart load.png
+  jaxllm bench serve --url http://localhost:8000 --workload trace --trace trace.jsonl -o result.json"""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds `bench` to what `add_subparsers` returned."""
+    bench = commands.add_parser("bench", help="measure a server", description="Benchmarks.", allow_abbrev=False)
+    bench.set_defaults(run=_print_help(bench), parser=bench)
+    serve = bench.add_subparsers(title="commands", metavar="COMMAND").add_parser(
+        "serve",
+        help="measure a server over HTTP",
+        description=ABOUT,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = serve.add_argument
+    add("--url", required=True, metavar="URL", help="of the server, such as http://localhost:8000")
+    add("--model", metavar="NAME", help="as the server names it (default: the first of its /v1/models)")
+    add("--api-key", default="", metavar="KEY", help="or the environment variable JAXLLM_API_KEY")
+    add("--endpoint", choices=("completions", "chat"), default="completions", help="(default: completions)")
+    add("--debug", action="store_true", help="show where an error comes from")
+
+    group = serve.add_argument_group("how requests come (one of these; default: --concurrency 32)")
+    how = group.add_mutually_exclusive_group()
+    how.add_argument("--request-rate", type=_positive, nargs="+", metavar="R", help="a second; inf: all at once")
+    how.add_argument("--concurrency", type=_count, nargs="+", metavar="N", help="at once; several: one after another")
+    group.add_argument(
+        "--burstiness", type=_positive, metavar="X", help="of --request-rate: 1 (default) is Poisson, less is bursty"
+    )
+    group.add_argument("--speed", type=_positive, metavar="X", help="of a trace: 2 is twice as fast (default: 1)")
+
+    group = serve.add_argument_group("what they are")
+    group.add_argument("--workload", choices=WORKLOADS, default="random", help="(default: random)")
+    group.add_argument("--num-requests", type=_count, metavar="N", help="(default: 200; a trace: all)")
+    group.add_argument("--input-len", type=_count, metavar="N", help="tokens (default: 512; after a prefix: 128)")
+    group.add_argument("--output-len", type=_count, metavar="N", help="tokens (default: 128)")
+    group.add_argument("--spread", type=_share, metavar="X", help="random: lengths within ± this part (default: 0)")
+    group.add_argument("--num-prefixes", type=_count, metavar="N", help="shared-prefix (default: 8)")
+    group.add_argument("--prefix-len", type=_count, metavar="N", help="shared-prefix: tokens (default: 1024)")
+    group.add_argument("--trace", metavar="FILE", help="as `python -m jaxllm.scheduler.simulate --example` prints one")
+    group.add_argument("--tenant-key", action="append", default=[], metavar="NAME=KEY", help="of a trace's tenant")
+    group.add_argument("--token-ids", action="store_true", help="prompts are random token ids (completions only)")
+    group.add_argument("--vocab-size", type=_count, metavar="N", help="of --token-ids: all are below (default: 30000)")
+    group.add_argument(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="ask for exactly the wanted number of tokens (vLLM's field ignore_eos)",
+    )
+    group.add_argument("--extra-body", type=_json_object, default={}, metavar="JSON", help="more fields of each body")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts and arrivals (default: 0)")
+    group.add_argument("--warmup", type=int, default=4, metavar="N", help="requests before, at once (default: 4)")
+    group.add_argument("--timeout-s", type=_positive, default=600.0, metavar="X", help="of a request (default: 600)")
+
+    group = serve.add_argument_group("what is reported")
+    group.add_argument("--goodput", nargs="+", type=_bound, default=[], metavar="NAME=MS", help="ttft, tpot, itl, e2e")
+    group.add_argument("-o", "--output", type=Path, metavar="FILE", help="all figures, and each request, as JSON")
+    group.add_argument("--chart", type=Path, metavar="FILE", help="a PNG picture (needs matplotlib)")
+    serve.set_defaults(run=run, parser=serve)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures, prints the table, and writes the files. 1 if any request failed."""
+    _refuse_what_would_be_ignored(args)
+    if args.chart:
+        _check_matplotlib()
+    from jaxllm.server import http_client
+
+    return http_client.run(_run(args))
+
+
+async def _run(args: argparse.Namespace) -> int:
+    from jaxllm.server.bench.endpoint import Endpoint, first_model
+    from jaxllm.server.bench.load import Load
+    from jaxllm.server.bench.result import table
+
+    clients = _clients(args)
+    client = clients[""]
+    endpoint = Endpoint(args.endpoint, args.model or await first_model(client), args.ignore_eos, args.extra_body)
+    prompts = await _prompts(args, endpoint, client)
+    load = Load(endpoint, clients, args.timeout_s)
+    await _warm_up(args, load, prompts)
+    results = []
+    for number, (label, rate, concurrency) in enumerate(_loads(args)):
+        results.append(await _measure(args, load, prompts, number, label, rate, concurrency))
+    for each in clients.values():
+        await each.close()
+
+    title = f"{endpoint.model} at {client.url}{endpoint.path}, {args.workload}"
+    print(title)
+    print(table(results))
+    for result in results:
+        for warning in result.warnings():
+            note(f"warning: {result.label}: {warning}" if len(results) > 1 else f"warning: {warning}")
+    if args.output:
+        _write(args.output, _report(args, endpoint, client.url, results))
+    if args.chart:
+        from jaxllm.server.bench.chart import draw
+
+        draw(results, title, args.chart)
+    return int(any(len(result.ok) < len(result.measured.samples) for result in results))
+
+
+async def _measure(
+    args: argparse.Namespace,
+    load: "Load",
+    prompts: "TextPrompts | TokenIdPrompts",
+    number: int,
+    label: str,
+    rate: float | None,
+    concurrency: int | None,
+) -> "Result":
+    from jaxllm.server.bench.result import Result
+
+    seed = args.seed + number  # Other prompts in each load: the server's cache of prefixes knows those of the last.
+    requests = _requests(args, seed, rate)
+    texts = (prompts.make(request, seed, index) for index, request in enumerate(requests))
+    with _progress_bar(len(requests), label) as progress:
+        measured = await load.measure(requests, texts, concurrency=concurrency, progress=progress)
+    return Result(label, measured, dict(args.goodput))
+
+
+async def _prompts(
+    args: argparse.Namespace, endpoint: "Endpoint", client: "HttpClient"
+) -> "TextPrompts | TokenIdPrompts":
+    from jaxllm.server.bench.prompts import TokenIdPrompts
+
+    return TokenIdPrompts(args.vocab_size or 30_000) if args.token_ids else await endpoint.calibrate(client)
+
+
+async def _warm_up(args: argparse.Namespace, load: "Load", prompts: "TextPrompts | TokenIdPrompts") -> None:
+    """Sends a few requests like those that follow. Raises AnswerError if one of them fails."""
+    from jaxllm.server.bench.endpoint import AnswerError
+    from jaxllm.server.bench.load import Progress
+
+    seed = args.seed + 1_000_003
+    requests = _requests(args, seed, None)[: args.warmup]
+    texts = [prompts.make(request, seed, index) for index, request in enumerate(requests)]
+    if requests:
+        measured = await load.measure(requests, texts, concurrency=len(requests), progress=Progress())
+        if error := next((sample.error for sample in measured.samples if sample.error), None):
+            raise AnswerError(f"a request of the warm-up failed: {error}")
+
+
+def _loads(args: argparse.Namespace) -> list[tuple[str, float | None, int | None]]:
+    """(label, request rate, concurrency) of each load."""
+    if args.request_rate:
+        return [(f"{rate:g} requests/s", rate, None) for rate in args.request_rate]
+    if args.workload == "trace" and not args.concurrency:
+        return [(f"the trace, {args.speed or 1:g} × its speed", None, None)]
+    return [(f"{concurrency} at once", None, concurrency) for concurrency in args.concurrency or [32]]
+
+
+def _requests(args: argparse.Namespace, seed: int, rate: float | None) -> "list[BenchRequest]":
+    import numpy as np
+
+    from jaxllm.server.bench import workload
+
+    rng = np.random.default_rng(seed)
+    count, output_len = args.num_requests or 200, args.output_len or 128
+    if args.workload == "random":
+        requests = workload.random_requests(count, args.input_len or 512, output_len, args.spread or 0.0, rng)
+    elif args.workload == "sharegpt":
+        requests = workload.sharegpt_requests(count, rng)
+    elif args.workload == "shared-prefix":
+        lens = (args.prefix_len or 1024, args.input_len or 128, output_len)
+        requests = workload.shared_prefix_requests(count, args.num_prefixes or 8, *lens, rng)
+    else:
+        requests = workload.trace_requests(args.trace, args.speed or 1.0)[: args.num_requests]
+    return requests if rate is None else workload.arriving(requests, rate, args.burstiness or 1.0, rng)
+
+
+def _clients(args: argparse.Namespace) -> "dict[str, HttpClient]":
+    """By tenant; "" for all others."""
+    from jaxllm.server.http_client import HttpClient
+
+    keys = {"": args.api_key or os.environ.get("JAXLLM_API_KEY", "")}
+    for pair in args.tenant_key:
+        name, equals, key = pair.partition("=")
+        if not (name and equals and key):
+            args.parser.error(f"--tenant-key is {pair!r}; it must be NAME=KEY")
+        keys[name] = key
+    try:
+        return {name: HttpClient(args.url, api_key=key) for name, key in keys.items()}
+    except ValueError as error:
+        args.parser.error(str(error))
+
+
+def _refuse_what_would_be_ignored(args: argparse.Namespace) -> None:
+    is_trace = args.workload == "trace"
+    own = {
+        "random": ("input_len", "output_len", "spread"),
+        "sharegpt": (),
+        "shared-prefix": ("input_len", "output_len", "num_prefixes", "prefix_len"),
+        "trace": ("trace", "speed"),
+    }
+    for name in sorted({name for names in own.values() for name in names} - set(own[args.workload])):
+        if getattr(args, name) is not None:
+            args.parser.error(f"--{name.replace('_', '-')} does not belong to --workload {args.workload}")
+    if is_trace and args.trace is None:
+        args.parser.error("--workload trace needs --trace FILE")
+    if args.tenant_key and not is_trace:
+        args.parser.error("--tenant-key belongs to --workload trace")
+    if args.burstiness is not None and not args.request_rate:
+        args.parser.error("--burstiness belongs to --request-rate")
+    if args.speed is not None and (args.request_rate or args.concurrency):
+        args.parser.error("--speed is of the trace's own times; --request-rate and --concurrency replace them")
+    if args.token_ids and args.endpoint == "chat":
+        args.parser.error("--token-ids needs --endpoint completions: a chat's messages are texts")
+    if args.vocab_size is not None and not args.token_ids:
+        args.parser.error("--vocab-size belongs to --token-ids")
+    if args.warmup < 0:
+        args.parser.error(f"--warmup is {args.warmup}; it must be 0 or more")
+    if taken := {"stream", "stream_options", "n"} & args.extra_body.keys():
+        args.parser.error(f"--extra-body may not have {', '.join(sorted(taken))}: streams of one answer are measured")
+
+
+def _check_matplotlib() -> None:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("--chart needs matplotlib, which is not installed: pip install matplotlib") from error
+
+
+def _report(args: argparse.Namespace, endpoint: "Endpoint", url: str, results: "Sequence[Result]") -> dict[str, Any]:
+    """Everything that was asked for, keys left out, and everything that came of it."""
+    secret = ("run", "parser", "debug", "api_key", "tenant_key", "output", "chart", "goodput", "url", "model")
+    options = {name: value for name, value in vars(args).items() if name not in secret and value is not None}
+    return {
+        "command": "jaxllm bench serve",
+        "version": __version__,
+        "url": url,
+        "model": endpoint.model,
+        "options": options,
+        "results": [result.as_dict() for result in results],
+    }
+
+
+def _write(path: Path, report: dict[str, Any]) -> None:
+    try:
+        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output {path} cannot be written: {error}") from error
+
+
+@contextlib.contextmanager
+def _progress_bar(total: int, label: str) -> Iterator[Any]:
+    from tqdm import tqdm
+
+    class Bar:
+        def done(self, sample: Any) -> None:
+            num_failed[0] += sample.error is not None
+            if num_failed[0]:
+                bar.set_postfix_str(f"{num_failed[0]} failed", refresh=False)
+            bar.update()
+
+    num_failed = [0]
+    with tqdm(total=total, desc=label, unit="request", disable=None, file=sys.stderr, mininterval=0.5) as bar:
+        yield Bar()
+
+
+def _print_help(parser: argparse.ArgumentParser) -> Any:
+    def run(args: argparse.Namespace) -> int:
+        parser.print_help()
+        return 0
+
+    return run
+
+
+def _positive(text: str) -> float:
+    return _number(text, float, lambda value: value > 0, "a number above 0")
+
+
+def _share(text: str) -> float:
+    return _number(text, float, lambda value: 0 <= value <= 1, "a number from 0 to 1")
+
+
+def _count(text: str) -> int:
+    return _number(text, int, lambda value: value >= 1, "an integer of at least 1")
+
+
+def _number(text: str, kind: Any, is_good: Any, what: str) -> Any:
+    try:
+        if is_good(value := kind(text)):
+            return value
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+
+
+def _bound(text: str) -> tuple[str, float]:
+    name, _, value = text.partition("=")
+    if name not in ("ttft", "tpot", "itl", "e2e"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=MILLISECONDS with ttft, tpot, itl or e2e as the name")
+    return name, _positive(value)
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return value

@@ -1,0 +1,88 @@
+"""What an HTTP request says beside its body."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated
+
+from fastapi import Header, Request
+
+from jaxllm.server.api_errors import ApiError
+from jaxllm.server.keys import Caller, caller_of
+
+if TYPE_CHECKING:
+    from jaxllm.server.app import Server
+
+_MAX_PRIORITY = 2**31 - 1
+_MAX_TIMEOUT_S = 30 * 24 * 3600.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """Who asks, and how urgently.
+
+    request_id: the client's own name for it (X-Request-Id), or the server's.
+    endpoint: the path.
+    priority: lower runs first.
+    timeout_s, queue_timeout_s: it ends when it has not finished, or not started, so long after it came.
+    received: when, by `time.monotonic`.
+    trace_headers: `traceparent` and `tracestate`, as far as it has them.
+    """
+
+    request_id: str
+    endpoint: str
+    caller: Caller
+    priority: int
+    timeout_s: float | None
+    queue_timeout_s: float | None
+    received: float
+    trace_headers: Mapping[str, str] = field(default_factory=dict)
+
+    def with_priority(self, priority: int | None) -> "Call":
+        """The body's `priority` takes the place of the header's. Raises ApiError 400."""
+        return self if priority is None else replace(self, priority=_priority("priority", priority, self.caller))
+
+
+async def read_call(
+    request: Request,
+    x_priority: Annotated[
+        int | None, Header(description="Added to the priority of the API key; 0 or more. Lower runs first.")
+    ] = None,
+    x_timeout_s: Annotated[float | None, Header(description="Ends the request after so many seconds.")] = None,
+    x_queue_timeout_s: Annotated[
+        float | None, Header(description="Ends the request if it has not started after so many seconds.")
+    ] = None,
+) -> Call:
+    """`call: Call = Depends(read_call)`. Raises ApiError 401 for a wrong key, 400 for a header that cannot be."""
+    caller = caller_of(request)
+    server: Server = request.app.state.server
+    headers = request.headers
+    return Call(
+        request_id=request.scope["request_id"],
+        endpoint=request.url.path,
+        caller=caller,
+        priority=_priority("X-Priority", x_priority or 0, caller),
+        timeout_s=_timeout("X-Timeout-S", x_timeout_s, server.config.request_timeout_s),
+        queue_timeout_s=_timeout("X-Queue-Timeout-S", x_queue_timeout_s, server.config.queue_timeout_s),
+        received=time.monotonic(),
+        trace_headers={name: headers[name] for name in ("traceparent", "tracestate") if name in headers},
+    )
+
+
+def _priority(name: str, priority: int, caller: Caller) -> int:
+    if not 0 <= priority <= _MAX_PRIORITY - caller.priority:
+        raise ApiError(
+            400,
+            f"{name} is {priority:,}; it is added to the priority {caller.priority:,} of the API key and must be from "
+            f"0 to {_MAX_PRIORITY - caller.priority:,}, for lower numbers run first",
+            param=name,
+        )
+    return caller.priority + priority
+
+
+def _timeout(name: str, asked_s: float | None, limit_s: float | None) -> float | None:
+    if asked_s is None:
+        return limit_s
+    if not 0 < asked_s <= _MAX_TIMEOUT_S:
+        raise ApiError(400, f"{name} is {asked_s}; it must be a number of seconds from 0 to {_MAX_TIMEOUT_S:,.0f}")
+    return asked_s if limit_s is None else min(asked_s, limit_s)

@@ -1,0 +1,319 @@
+"""One prompt on its way through the engine, on behalf of an HTTP request."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from uuid import uuid4
+
+from fastapi import Request
+
+from jaxllm import OutputDelta, SamplingParams, TokenLogprobs
+from jaxllm.server.api_errors import ApiError
+from jaxllm.server.call import Call, read_call
+from jaxllm.server.finished_request import FinishedRequest
+
+if TYPE_CHECKING:
+    from jaxllm import OutputStream
+    from jaxllm.server.app import Server
+
+__all__ = ["Call", "Choice", "ClientLeftError", "Generation", "gather", "read_call"]
+
+
+class ClientLeftError(ApiError):
+    """The client has closed its connection. Nobody reads this answer."""
+
+    def __init__(self) -> None:
+        super().__init__(499, "the client closed the connection", code="client_left")
+
+
+class Generation:
+    """The choices that the engine makes for one prompt.
+
+    When the client leaves, streamed to or not, the engine is told at once, and whoever waits for deltas gets a
+    ClientLeftError. However it ends, metrics and log hear of it once.
+
+    request_id: its name in the engine.
+    num_output_tokens, num_cached_tokens: so far.
+    """
+
+    def __init__(
+        self,
+        server: "Server",
+        http_request: Request,
+        call: Call,
+        stream: "OutputStream",
+        params: SamplingParams,
+        *,
+        num_prompt_tokens: int,
+        is_streamed: bool,
+        resources: ExitStack,
+    ) -> None:
+        """Use `start`. `stream` has begun; `resources` are given back at the end."""
+        self.request_id = stream.request_id
+        self.params = params
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_output_tokens = 0
+        self.num_cached_tokens = 0
+        self._server = server
+        self._call = call
+        self._scope = http_request.scope
+        self._is_streamed = is_streamed
+        self._client_left = False
+        self._has_ended = False
+        self._error: str | None = None
+        self._finish_reasons: list[str | None] = [None] * params.n
+        self._num_running = params.n
+        self._output_lens = [0] * params.n
+        self._token_times: list[float | None] = [None] * params.n
+        self._first_scheduled: float | None = None
+        self._first_token: float | None = None
+        self._stream = stream
+        self._resources = resources
+        self._watcher = asyncio.create_task(self._watch(http_request))
+
+    @classmethod
+    async def start(
+        cls,
+        server: "Server",
+        http_request: Request,
+        call: Call,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        cache_salt: str = "",
+        request_id: str | None = None,
+        is_streamed: bool = False,
+        needs_pieces: bool | None = None,
+    ) -> "Generation":
+        """Gives a prompt to the engine, and returns when that has taken it in.
+
+        Args:
+          request_id: its name in the engine; a new one when left out.
+          is_streamed: whether the answer is, for metrics and log.
+          needs_pieces: False if `deltas` may wait for the end, which costs least; as `is_streamed` when left out.
+
+        Raises ApiError 400 for a prompt that cannot be served, 503 while the server drains; InvalidRequestError,
+        OverloadedError and EngineDeadError of the engine.
+        """
+        with ExitStack() as resources:
+            resources.enter_context(server.drain.request())
+            _check_prompt(server, prompt_token_ids, params)
+            stream = await server.llm.submit(
+                prompt_token_ids,
+                params,
+                request_id=request_id or f"gen-{uuid4().hex}",
+                priority=call.priority,
+                tenant=call.caller.tenant,
+                cache_salt=cache_salt,
+                timeout_s=call.timeout_s,
+                queue_timeout_s=call.queue_timeout_s,
+                streams=is_streamed if needs_pieces is None else needs_pieces,
+            )
+            server.drain.streams.add(stream)
+            resources.callback(server.drain.streams.discard, stream)
+            return cls(
+                server,
+                http_request,
+                call,
+                stream,
+                params,
+                num_prompt_tokens=len(prompt_token_ids),
+                is_streamed=is_streamed,
+                resources=resources.pop_all(),
+            )
+
+    async def deltas(self) -> AsyncIterator[OutputDelta]:
+        """What is new, as it comes. The last delta of a choice has the finish reason "stop" or "length".
+
+        Raises ApiError, which ends all choices: 408 (or 503, if it never started) when its time is over, 500 or 503
+        when the engine failed, 503 when the server stops, ClientLeftError.
+        """
+        finish_reasons = self._finish_reasons
+        try:
+            async for delta in self._stream:
+                if finish_reasons[delta.index] is not None:  # The reader has asked for no more of it.
+                    continue
+                if delta.token_ids:
+                    self._count(delta.index, len(delta.token_ids))
+                if delta.finish_reason is not None:
+                    self._note_end(delta)
+                yield delta
+                if not self._num_running:
+                    return
+            self._raise_if_client_left()
+            raise ApiError(500, "the engine ended the request without a reason", code="internal_error")
+        except ApiError as error:
+            self._error = self._error or (None if isinstance(error, ClientLeftError) else error.message)
+            raise
+        finally:
+            await self.aclose()
+
+    def complete(self, index: int) -> None:
+        """The reader has what it wants of a choice: nothing more comes of it."""
+        if self._finish_reasons[index] is None:
+            self._finish_reasons[index] = "stop"
+            self._num_running -= 1
+
+    async def aclose(self) -> None:
+        """Ends the choices that still run, at once; if there are none, only says so to metrics and log. May be
+        called again."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        if asyncio.current_task() is not self._watcher:
+            self._watcher.cancel()
+        with self._resources:
+            try:
+                await self._stream.aclose()
+            finally:
+                self._report()
+
+    def _count(self, index: int, num_tokens: int) -> None:
+        metrics, now = self._server.metrics, time.monotonic()
+        if not self.num_output_tokens:
+            metrics.first_token(now - self._call.received, self.num_prompt_tokens)
+        before = self._token_times[index]
+        metrics.tokens(num_tokens, None if before is None else now - before)
+        self._token_times[index] = now
+        self._output_lens[index] += num_tokens
+        self.num_output_tokens += num_tokens
+
+    def _note_end(self, delta: OutputDelta) -> None:
+        reason = delta.finish_reason
+        self._finish_reasons[delta.index] = reason
+        self._num_running -= 1
+        if (metrics := delta.metrics) is not None:
+            self.num_cached_tokens = max(self.num_cached_tokens, metrics.num_cached_tokens)
+            self._first_scheduled = _earlier(self._first_scheduled, metrics.first_scheduled_time)
+            self._first_token = _earlier(self._first_token, metrics.first_token_time)
+        if reason in ("stop", "length"):
+            return
+        self._raise_if_client_left()
+        raise self._failure(delta)
+
+    def _failure(self, delta: OutputDelta) -> ApiError:
+        match delta.finish_reason:
+            case "abort" if self._server.drain.is_stopping:
+                return self._server.drain.shutting_down_error()
+            case "abort":
+                return ApiError(400, "the operator ended this request", code="request_aborted")
+            case "timeout" if self._first_scheduled is None:
+                message = f"the request waited for {self._elapsed_s():.1f} s and did not start in time; send it later"
+                return ApiError(503, message, code="queue_timeout", retry_after_s=1.0)
+            case "timeout":
+                message = (
+                    f"the request was not complete after {self._elapsed_s():.1f} s, with {self.num_output_tokens:,} "
+                    "tokens made; ask for fewer tokens (max_tokens) or more time (X-Timeout-S, up to the server's "
+                    "--request-timeout-s)"
+                )
+                return ApiError(408, message, code="timeout")
+            case _ if self._server.llm.state != "ready":
+                message = f"the engine failed: {delta.error}"
+                return ApiError(503, message, code="engine_dead", retry_after_s=5.0)
+            case _:
+                return ApiError(500, f"the engine failed on this request: {delta.error}", code="engine_error")
+
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self._call.received
+
+    def _raise_if_client_left(self) -> None:
+        if self._client_left:
+            raise ClientLeftError
+
+    async def _watch(self, http_request: Request) -> None:
+        """Waits for the end of the connection: the body has been read, so nothing else can come."""
+        while (await http_request.receive())["type"] != "http.disconnect":
+            pass
+        self._client_left = True
+        await self.aclose()
+
+    def _report(self) -> None:
+        self._scope["jaxllm.is_logged"] = True  # An error that is the answer needs no line of its own.
+        left_over = "error" if self._error is not None else "abort"
+        call = self._call
+        self._server.finished(
+            FinishedRequest(
+                request_id=call.request_id,
+                endpoint=call.endpoint,
+                params=self.params,
+                num_prompt_tokens=self.num_prompt_tokens,
+                output_lens=self._output_lens,
+                finish_reasons=[reason or left_over for reason in self._finish_reasons],
+                received=call.received,
+                finished=time.monotonic(),
+                first_scheduled=self._first_scheduled,
+                first_token=self._first_token,
+                num_cached_tokens=self.num_cached_tokens,
+                is_streamed=self._is_streamed,
+                tenant=call.caller.tenant,
+                key_name=call.caller.key_name,
+                priority=call.priority,
+                error=self._error,
+                trace_headers=call.trace_headers,
+            )
+        )
+
+
+@dataclass(slots=True)
+class Choice:
+    """One whole continuation of a prompt."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: str
+    stop_reason: int | str | None
+
+
+async def gather(generation: Generation) -> list[Choice]:
+    """All choices, when the last is complete. Raises what `Generation.deltas` does."""
+    params = generation.params
+    texts: list[list[str]] = [[] for _ in range(params.n)]
+    wants_logprobs = params.logprobs is not None
+    choices = [Choice(index, "", [], [] if wants_logprobs else None, "", None) for index in range(params.n)]
+    async for delta in generation.deltas():
+        choice = choices[delta.index]
+        texts[delta.index].append(delta.text)
+        choice.token_ids += delta.token_ids
+        if choice.logprobs is not None:
+            choice.logprobs += delta.logprobs or ()
+        if delta.finish_reason is not None:
+            choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+    for choice, pieces in zip(choices, texts, strict=True):
+        choice.text = "".join(pieces)
+    return choices
+
+
+def _check_prompt(server: "Server", prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+    info, num_tokens = server.llm.info, len(prompt_token_ids)
+    if not num_tokens:
+        raise ApiError(400, "the prompt is empty; it must have at least one token")
+    if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= info.vocab_size:
+        outside = next(id_ for id_ in prompt_token_ids if not 0 <= id_ < info.vocab_size)
+        raise ApiError(
+            400, f"token id {outside:,} is not in the vocabulary; ids must be from 0 to {info.vocab_size - 1:,}"
+        )
+    limit = server.config.max_prompt_tokens
+    if limit is not None and num_tokens > limit:
+        raise ApiError(
+            400,
+            f"the prompt has {num_tokens:,} tokens; this server takes {limit:,} at most (--max-prompt-tokens)",
+            code="context_length_exceeded",
+        )
+    max_tokens = params.max_tokens
+    if num_tokens + (max_tokens or 1) > info.max_model_len:
+        asked = f"max_tokens is {max_tokens:,}" if max_tokens else "at least 1 must be made"
+        raise ApiError(
+            400,
+            f"the prompt has {num_tokens:,} tokens and {asked}; the context holds {info.max_model_len:,} in all "
+            "(max_model_len). Shorten the prompt or lower max_tokens.",
+            code="context_length_exceeded",
+        )
+
+
+def _earlier(time_: float | None, other: float | None) -> float | None:
+    return other if time_ is None else time_ if other is None else min(time_, other)

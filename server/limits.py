@@ -1,0 +1,117 @@
+"""What a request may cost before a route has seen it: middlewares, written as plain ASGI."""
+
+import asyncio
+import re
+import secrets
+from collections import deque
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxllm.server.api_errors import ApiError, error_response
+
+_LINGER_S = 2.0
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class RequestId:
+    """Gives each request an id: that of its X-Request-Id header, or a new one. It is in `scope["request_id"]` and in
+    the answer's header. An id that is too long, or not printable ASCII, is refused."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        given = Headers(scope=scope).get("x-request-id")
+        is_good = given is not None and _REQUEST_ID.fullmatch(given) is not None
+        request_id = scope["request_id"] = str(given) if is_good else secrets.token_hex(16)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        if given is not None and not is_good:
+            error = ApiError(400, "X-Request-Id must have 1 to 128 characters of printable ASCII without spaces")
+            return await error_response(scope, error)(scope, receive, send_with_id)
+        await self._app(scope, receive, send_with_id)
+
+
+class BodyLimit:
+    """Reads a request's body before the route is called: at most `max_bytes`, within `timeout_s`."""
+
+    def __init__(self, app: ASGIApp, *, max_bytes: int, timeout_s: float) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        length = _content_length(scope)
+        if length == 0:
+            return await self._app(scope, receive, send)
+        if length is not None and length > self._max_bytes:
+            return await self._refuse(self._too_large(f"{length:,} bytes"), scope, receive, send)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                messages = await self._read(receive)
+        except TimeoutError:
+            error = ApiError(408, f"the body took longer than {self._timeout_s:g} s to come", code="body_timeout")
+            return await self._refuse(error, scope, receive, send)
+        except ApiError as error:
+            return await self._refuse(error, scope, receive, send)
+        if messages[-1]["type"] == "http.disconnect":
+            return None
+
+        async def replay() -> Message:
+            return messages.popleft() if messages else await receive()
+
+        await self._app(scope, replay, send)
+
+    async def _read(self, receive: Receive) -> deque[Message]:
+        """The messages with the body, whole. Raises ApiError 413."""
+        messages: deque[Message] = deque()
+        num_bytes = 0
+        while True:
+            message = await receive()
+            messages.append(message)
+            if message["type"] == "http.disconnect":
+                return messages
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_bytes:
+                raise self._too_large(f"more than {self._max_bytes:,} bytes")
+            if not message.get("more_body", False):
+                return messages
+
+    def _too_large(self, size: str) -> ApiError:
+        message = f"the body has {size}; max_body_bytes is {self._max_bytes:,}"
+        return ApiError(413, message, code="body_too_large")
+
+    async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers and closes the connection. A client that is still sending gets a moment to read the answer: closing
+        with bytes unread would reset the connection, and the answer would be lost."""
+        response = error_response(scope, error)
+        response.headers["connection"] = "close"
+        await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+        await send({"type": "http.response.body", "body": response.body, "more_body": True})
+        try:
+            async with asyncio.timeout(_LINGER_S):
+                while (message := await receive())["type"] != "http.disconnect" and message.get("more_body", False):
+                    pass
+        except TimeoutError:
+            pass
+        await send({"type": "http.response.body", "body": b""})
+
+
+def _content_length(scope: Scope) -> int | None:
+    """What the headers say; None for a body in chunks."""
+    length = None
+    for name, value in scope["headers"]:
+        if name == b"transfer-encoding":
+            return None
+        if name == b"content-length":
+            length = int(value)  # The parser has checked it.
+    return length or 0

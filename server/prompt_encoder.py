@@ -1,0 +1,50 @@
+"""From the text of a prompt to its token ids, without holding up the streams of others."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from jaxllm import InvalidRequestError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from jaxllm import AsyncLLM
+
+_MAX_INLINE_CHARACTERS = 4096  # about 1 ms of work; a thread costs less than waiting for more
+
+
+class PromptEncoder:
+    """Tokenizes as `LLM` does. Long texts are for a thread, in which the tokenizer runs without Python's lock."""
+
+    def __init__(self, llm: "AsyncLLM") -> None:
+        self._tokenizer: Tokenizer = llm.tokenizer.backend_tokenizer
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="jaxllm-tokenize")
+
+    async def encode(self, text: str, *, name: str = "the prompt", add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a text.
+
+        Raises InvalidRequestError, with `name`, for a text that is not Unicode: half of a surrogate pair, which
+        JSON can spell, stands for no character.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(
+                f"{name} has {text[error.start]!r} at index {error.start:,}, which is half of a character; "
+                "it must be valid Unicode"
+            ) from error
+        if len(text) <= _MAX_INLINE_CHARACTERS:
+            return self._encode(text, add_special_tokens)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._encode, text, add_special_tokens)
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        # Of the tokenizer's calls, only those for batches let other threads run meanwhile.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids

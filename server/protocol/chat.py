@@ -1,0 +1,253 @@
+"""Bodies and answers of /v1/chat/completions."""
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
+
+from jaxllm import SamplingParams
+from jaxllm.server.protocol.logprobs import ChatLogprobs
+from jaxllm.server.protocol.sampling import (
+    MAX_TOP_LOGPROBS,
+    Metadata,
+    Only,
+    RequestModel,
+    SamplingFields,
+    StreamOptions,
+    Text,
+    check_unicode,
+)
+from jaxllm.server.protocol.usage import Usage
+
+
+def _content(value: Any) -> str | None:
+    """A text, or the texts of parts, which become lines."""
+    if value is None or isinstance(value, str):
+        return value if value is None else check_unicode(value)
+    if not isinstance(value, list):
+        raise PydanticCustomError("content", "it must be a text or a list of parts")
+    return "\n".join(_part(number, part) for number, part in enumerate(value))
+
+
+def _part(number: int, part: Any) -> str:
+    if not isinstance(part, dict):
+        raise PydanticCustomError("content", "part {number} must be an object", {"number": number})
+    if (kind := part.get("type")) != "text":
+        message = 'part {number} has the type {kind}; only parts of type "text" are supported'
+        raise PydanticCustomError("content", message, {"number": number, "kind": json.dumps(kind)[:80]})
+    if part.keys() != {"type", "text"} or not isinstance(part["text"], str):
+        message = 'part {number} must be {{"type": "text", "text": a text}}, and nothing more'
+        raise PydanticCustomError("content", message, {"number": number})
+    return check_unicode(part["text"])
+
+
+_TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+    "additionalProperties": False,
+}
+Content = Annotated[
+    Any,
+    PlainValidator(_content),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}, {"type": "null"}]}),
+]
+
+
+class CalledFunction(RequestModel):
+    name: Text
+    arguments: Annotated[Text, Field(description="A JSON object.")]
+
+
+class ToolCall(RequestModel):
+    id: Text
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class Message(RequestModel):
+    """What somebody said. `content` is a text, or a list of text parts, which are joined by newlines."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content = None
+    name: Text | None = None
+    tool_calls: Annotated[list[ToolCall] | None, Field(description="Of the role assistant.")] = None
+    tool_call_id: Annotated[Text | None, Field(description="Of the role tool: the call that this answers.")] = None
+    reasoning_content: Annotated[Text | None, Field(description="Of the role assistant.")] = None
+
+    # What answers of this API may carry, so that they can be sent back as they came.
+    refusal: Annotated[Any, Only()] = None
+    annotations: Annotated[Any, Only([])] = None
+    audio: Annotated[Any, Only()] = None
+    function_call: Annotated[Any, Only(hint="use tool_calls")] = None
+
+    @model_validator(mode="after")
+    def _check_role(self) -> "Message":
+        is_assistant, is_tool = self.role == "assistant", self.role == "tool"
+        for name, has_place in (
+            ("tool_calls", is_assistant),
+            ("reasoning_content", is_assistant),
+            ("tool_call_id", is_tool),
+        ):
+            if getattr(self, name) is not None and not has_place:
+                raise ValueError(f"a message of the role {self.role} has no {name}")
+        if is_tool and self.tool_call_id is None:
+            raise ValueError("a message of the role tool needs tool_call_id")
+        if self.content is None and not (is_assistant and (self.tool_calls or self.reasoning_content is not None)):
+            raise ValueError("content is missing")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates read it: the arguments of calls are objects, not JSON in a text.
+
+        Raises ValueError naming what is not a JSON object.
+        """
+        message: dict[str, Any] = {"role": self.role, "content": self.content if self.content is not None else ""}
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            if (value := getattr(self, name)) is not None:
+                message[name] = value
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.function.name, "arguments": _arguments(number, call.function.arguments)},
+                }
+                for number, call in enumerate(self.tool_calls)
+            ]
+        return message
+
+
+def _arguments(number: int, text: str) -> dict[str, Any]:
+    try:
+        arguments = json.loads(text or "{}")
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise ValueError(f"tool_calls[{number}].function.arguments is {text[:80]!r}; it must be a JSON object")
+    return arguments
+
+
+class Function(RequestModel):
+    name: Annotated[Text, Field(min_length=1, max_length=256)]
+    description: Text | None = None
+    parameters: Annotated[dict[str, Any] | None, Field(description="A JSON schema.")] = None
+    strict: Annotated[Any, Only(False, hint="arguments are not forced into the schema yet")] = None
+
+
+class Tool(RequestModel):
+    type: Literal["function"]
+    function: Function
+
+
+class ChatRequest(SamplingFields):
+    """The body of /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[
+        int | None, Field(ge=1, le=2**31 - 1, description="The default fills the model's context.")
+    ] = None
+    max_tokens: Annotated[int | None, Field(ge=1, le=2**31 - 1, description="The older name.")] = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
+    stream_options: StreamOptions | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Annotated[Any, Only("none", "auto", hint="a call cannot be forced yet")] = None
+    parallel_tool_calls: Annotated[bool | None, Field(description="false: the answer ends with its first call.")] = None
+    reasoning_effort: Annotated[
+        Text | None, Field(description="A variable of the chat template; refused if it has none of this name.")
+    ] = None
+    chat_template: Annotated[Text | None, Field(description="If the operator allows it.")] = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, Field(description="Variables of the chat template, as enable_thinking.")
+    ] = None
+    metadata: Annotated[Metadata | None, Field(description="The client's own; changes nothing.")] = None
+    safety_identifier: Annotated[Text | None, Field(description="The client's own; changes nothing.")] = None
+    prompt_cache_key: Annotated[
+        Text | None, Field(description="Changes nothing: prefixes are shared by content; see cache_salt.")
+    ] = None
+
+    response_format: Annotated[Any, Only({"type": "text"}, hint="forced formats are not supported yet")] = None
+    modalities: Annotated[Any, Only(["text"], hint="answers are texts")] = None
+    verbosity: Annotated[Any, Only("medium")] = None
+    store: Annotated[Any, Only(False, hint="chat completions are not stored")] = None
+    service_tier: Annotated[Any, Only("auto", "default", hint="there are no tiers; see priority")] = None
+    prompt_cache_retention: Annotated[Any, Only("in_memory")] = None
+    prompt_cache_options: Annotated[Any, Only()] = None
+    prediction: Annotated[Any, Only()] = None
+    audio: Annotated[Any, Only(hint="answers are texts")] = None
+    web_search_options: Annotated[Any, Only()] = None
+    moderation: Annotated[Any, Only()] = None
+    functions: Annotated[Any, Only(hint="use tools")] = None
+    function_call: Annotated[Any, Only("none", "auto", hint="use tool_choice")] = None
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> "ChatRequest":
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs to be true")
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream to be true")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError(
+                f"max_tokens is {self.max_tokens:,} and max_completion_tokens {self.max_completion_tokens:,}, which "
+                "is its newer name; leave one out"
+            )
+        return self
+
+    @property
+    def may_call_tools(self) -> bool:
+        """Whether the model is told of tools, and its text searched for calls."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    def template_kwargs(self) -> dict[str, Any]:
+        """The further variables of the chat template."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return effort | (self.chat_template_kwargs or {})
+
+    def to_sampling_params(self, *, keep_special: bool = False) -> SamplingParams:
+        """`keep_special` whatever the request says. Raises InvalidRequestError where fields contradict."""
+        return self.sampling_params(
+            **({"skip_special_tokens": False} if keep_special else {}),
+            max_tokens=self.max_completion_tokens or self.max_tokens,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+        )
+
+
+class AnsweredFunction(BaseModel):
+    name: str
+    arguments: str
+
+
+class AnsweredToolCall(BaseModel):
+    id: str
+    type: Literal["function"]
+    function: AnsweredFunction
+
+
+class AnsweredMessage(BaseModel):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: str | None = None
+    tool_calls: list[AnsweredToolCall] | None = None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: AnsweredMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    stop_reason: int | str | None
+    """The stop token or stop text that ended it."""
+
+
+class ChatCompletion(BaseModel):
+    """The answer of /v1/chat/completions, unless it is streamed."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage

@@ -1,0 +1,112 @@
+"""Bodies and answers of /v1/completions."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
+
+from jaxllm import SamplingParams
+from jaxllm.server.protocol.logprobs import CompletionLogprobs
+from jaxllm.server.protocol.sampling import (
+    MAX_TOP_LOGPROBS,
+    Only,
+    SamplingFields,
+    StreamOptions,
+    check_unicode,
+)
+from jaxllm.server.protocol.usage import Usage
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+MAX_PROMPTS = 2048
+
+Prompt = str | list[int]
+
+
+def _prompts(value: Any) -> list[Prompt]:
+    """The prompts of any of the four forms."""
+    if isinstance(value, str) or _is_token_ids(value):
+        value = [value]
+    if not isinstance(value, list) or not value:
+        raise PydanticCustomError("prompt", "it must be a text, a list of texts, token ids, or a list of lists of such")
+    if len(value) > MAX_PROMPTS:
+        message = "there are {given} prompts; a request may have {limit}"
+        raise PydanticCustomError("prompt", message, {"given": len(value), "limit": MAX_PROMPTS})
+    if all(isinstance(prompt, str) for prompt in value):
+        return [check_unicode(prompt) for prompt in value]
+    for number, prompt in enumerate(value):
+        if not (_is_token_ids(prompt) or prompt == []):
+            message = "number {number} is neither token ids (integers) nor, like the others, a text"
+            raise PydanticCustomError("prompt", message, {"number": number})
+    return value
+
+
+def _is_token_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and set(map(type, value)) == {int}
+
+
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+Prompts = Annotated[
+    Any,
+    PlainValidator(_prompts),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": MAX_PROMPTS},
+                _TOKEN_IDS,
+                {"type": "array", "items": _TOKEN_IDS, "minItems": 1, "maxItems": MAX_PROMPTS},
+            ]
+        }
+    ),
+]
+
+
+class CompletionRequest(SamplingFields):
+    """The body of /v1/completions. With several prompts, the choices of the first come first."""
+
+    prompt: Prompts
+    max_tokens: Annotated[int | None, Field(ge=1, le=2**31 - 1)] = DEFAULT_MAX_TOKENS
+    logprobs: Annotated[
+        int | None, Field(ge=0, le=MAX_TOP_LOGPROBS, description="How many of the most likely tokens to show.")
+    ] = None
+    echo: Annotated[bool | None, Field(description="Put the prompt before the text; not with logprobs.")] = None
+    stream_options: StreamOptions | None = None
+
+    best_of: Annotated[int | None, Field(ge=1, description="Only the value of n: all choices are returned.")] = None
+    suffix: Annotated[Any, Only(hint="the model does not fill in")] = None
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> "CompletionRequest":
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo and logprobs cannot go together: the prompt's log-probabilities are not computed")
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream to be true")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise ValueError(f"best_of is {self.best_of}; only the value of n is possible, for no choice is dropped")
+        return self
+
+    def to_sampling_params(self, *, room: int) -> SamplingParams:
+        """`room`: what the context has left behind the prompt; the default of max_tokens is cut to it."""
+        has_default = self.max_tokens is None or "max_tokens" not in self.model_fields_set
+        max_tokens = min(DEFAULT_MAX_TOKENS, max(1, room)) if has_default else self.max_tokens
+        return self.sampling_params(max_tokens=max_tokens, logprobs=self.logprobs)
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"]
+    stop_reason: int | str | None
+    """The stop token or stop text that ended it."""
+
+
+class Completion(BaseModel):
+    """The answer of /v1/completions, unless it is streamed."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage

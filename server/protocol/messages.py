@@ -1,0 +1,292 @@
+"""Bodies and answers of /v1/messages, as Anthropic's clients speak."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
+
+from jaxllm import SamplingParams
+from jaxllm.server.conversation import Conversation
+from jaxllm.server.protocol.sampling import MAX_STOP_STRINGS, Only, RequestModel, Text
+from jaxllm.server.protocol.text_content import TextContent
+
+Texts = Annotated[str, TextContent("text", ignored=("cache_control",))]
+CacheControl = Annotated[Any, Field(description="Changes nothing: prefixes are always cached.")]
+
+
+class _Block(RequestModel):
+    cache_control: CacheControl = None
+
+
+class TextBlock(_Block):
+    type: Literal["text"]
+    text: Text
+    citations: Annotated[Any, Only([])] = None
+
+
+class ThinkingBlock(_Block):
+    type: Literal["thinking"]
+    thinking: Text
+    signature: Annotated[Text | None, Field(description="As it came; changes nothing.")] = None
+
+
+class ToolUseBlock(_Block):
+    type: Literal["tool_use"]
+    id: Text
+    name: Text
+    input: dict[str, Any]
+    caller: Annotated[Any, Only({"type": "direct"})] = None
+    toolset_name: Annotated[Any, Only()] = None
+
+
+class ToolResultBlock(_Block):
+    type: Literal["tool_result"]
+    tool_use_id: Text
+    content: Texts = ""
+    is_error: Annotated[bool | None, Field(description='true: the model reads "Error: " before the content.')] = None
+    toolset_name: Annotated[Any, Only()] = None
+
+
+# A tag begins with "=" to be told from a field's name where an error names its place.
+Block = Annotated[
+    Annotated[TextBlock, Tag("=text")]
+    | Annotated[ThinkingBlock, Tag("=thinking")]
+    | Annotated[ToolUseBlock, Tag("=tool_use")]
+    | Annotated[ToolResultBlock, Tag("=tool_result")],
+    Discriminator(
+        lambda block: f"={block.get('type') if isinstance(block, dict) else getattr(block, 'type', None)}",
+        custom_error_type="block_type",
+        custom_error_message="only blocks of the types text, thinking, tool_use and tool_result can be read",
+    ),
+]
+Content = Annotated[
+    Annotated[Text, Tag("=text")] | Annotated[list[Block], Field(min_length=1), Tag("=blocks")],
+    Discriminator(lambda value: "=text" if isinstance(value, str) else "=blocks"),
+]
+_BLOCKS_OF_ROLES: dict[str, tuple[type[_Block], ...]] = {
+    "user": (TextBlock, ToolResultBlock),
+    "assistant": (TextBlock, ThinkingBlock, ToolUseBlock),
+    "system": (TextBlock,),
+}
+
+
+class Message(RequestModel):
+    role: Literal["user", "assistant", "system"]
+    content: Content
+
+    @model_validator(mode="after")
+    def _check_blocks(self) -> "Message":
+        for number, block in enumerate(self.content if isinstance(self.content, list) else ()):
+            if not isinstance(block, _BLOCKS_OF_ROLES[self.role]):
+                raise ValueError(f"content[{number}] is a {block.type} block, which the role {self.role} cannot have")
+        return self
+
+    def add_to(self, conversation: Conversation) -> None:
+        """Raises ValueError for the result of a call that is not there."""
+        texts: list[str] = []
+
+        def say_texts() -> None:
+            if texts and self.role == "assistant":
+                conversation.answer("\n".join(texts))
+            elif texts:
+                conversation.say(self.role, "\n".join(texts))
+            texts.clear()
+
+        blocks = [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
+        for block in blocks:
+            if isinstance(block, TextBlock):
+                texts.append(block.text)
+                continue
+            say_texts()
+            match block:
+                case ThinkingBlock():
+                    conversation.think(block.thinking)
+                case ToolUseBlock():
+                    conversation.call(block.id, block.name, block.input)
+                case ToolResultBlock():
+                    conversation.result(block.tool_use_id, ("Error: " if block.is_error else "") + block.content)
+        say_texts()
+
+
+class Tool(RequestModel):
+    type: Annotated[Any, Only("custom", hint="only tools of the client's own are supported")] = None
+    name: Annotated[Text, Field(min_length=1, max_length=256)]
+    description: Text | None = None
+    input_schema: Annotated[dict[str, Any], Field(description="A JSON schema.")]
+    cache_control: CacheControl = None
+    eager_input_streaming: Annotated[bool | None, Field(description="Changes nothing: inputs always are.")] = None
+    strict: Annotated[Any, Only(False, hint="inputs are not forced into the schema yet")] = None
+    defer_loading: Annotated[Any, Only(False)] = None
+    allowed_callers: Annotated[Any, Only(["direct"])] = None
+    input_examples: Annotated[Any, Only([])] = None
+
+    def for_template(self) -> dict[str, Any]:
+        """In the form of chat completions, which chat templates read."""
+        function = {"name": self.name, "description": self.description or "", "parameters": self.input_schema}
+        return {"type": "function", "function": function}
+
+
+class ToolChoice(RequestModel):
+    type: Annotated[Literal["auto", "none"], Field(description="A call cannot be forced yet.")]
+    disable_parallel_tool_use: Annotated[
+        bool | None, Field(description="true: the answer ends with its first call.")
+    ] = None
+
+
+class Thinking(RequestModel):
+    """Whether the model thinks, where its chat template leaves that open (`enable_thinking`)."""
+
+    type: Annotated[Literal["adaptive", "disabled"], Field(description="Thinking cannot be kept to a budget.")]
+    display: Annotated[Any, Only("summarized", hint="thinking is given in full")] = None
+    budget_tokens: Annotated[Any, Only(hint="thinking cannot be kept to a budget")] = None
+
+
+class OutputConfig(RequestModel):
+    effort: Annotated[
+        Text | None, Field(description="`reasoning_effort` of the chat template; refused if it has none of this name.")
+    ] = None
+    format: Annotated[Any, Only(hint="forced formats are not supported yet")] = None
+
+
+class Metadata(RequestModel):
+    user_id: Annotated[Text | None, Field(description="The client's own; changes nothing.")] = None
+
+
+class CountTokensRequest(RequestModel):
+    """The body of /v1/messages/count_tokens."""
+
+    model: Annotated[Text, Field(description="One of /v1/models.")]
+    messages: Annotated[list[Message], Field(min_length=1)]
+    system: Texts | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, Field(description="Variables of the chat template.")] = None
+    cache_control: CacheControl = None
+
+    speed: Annotated[Any, Only("standard")] = None
+    user_profile_id: Annotated[Any, Only()] = None
+    workspace_id: Annotated[Any, Only()] = None
+
+    @model_validator(mode="after")
+    def _check_last(self) -> "CountTokensRequest":
+        if self.messages[-1].role == "assistant":
+            raise ValueError("the last message is the assistant's; answers cannot be begun for the model yet")
+        return self
+
+    @property
+    def may_call_tools(self) -> bool:
+        """Whether the model is told of tools, and its text searched for calls."""
+        return bool(self.tools) and (self.tool_choice is None or self.tool_choice.type != "none")
+
+    @property
+    def parallel_tool_calls(self) -> bool:
+        return self.tool_choice is None or not self.tool_choice.disable_parallel_tool_use
+
+    def tools_for_template(self) -> list[dict[str, Any]]:
+        return [tool.for_template() for tool in self.tools or ()] if self.may_call_tools else []
+
+    def messages_for_template(self) -> list[dict[str, Any]]:
+        """Raises ValueError naming the message that does not fit."""
+        conversation = Conversation()
+        if self.system:
+            conversation.say("system", self.system)
+        for number, message in enumerate(self.messages):
+            try:
+                message.add_to(conversation)
+            except ValueError as error:
+                raise ValueError(f"messages[{number}]: {error}") from error
+        return conversation.messages
+
+    def template_kwargs(self) -> dict[str, Any]:
+        """The further variables of the chat template, but for `enable_thinking`."""
+        effort = self.output_config.effort if self.output_config else None
+        return ({} if effort is None else {"reasoning_effort": effort}) | (self.chat_template_kwargs or {})
+
+
+class MessagesRequest(CountTokensRequest):
+    """The body of /v1/messages."""
+
+    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)]
+    stream: bool | None = None
+    stop_sequences: Annotated[list[Annotated[Text, Field(min_length=1)]] | None, Field(max_length=MAX_STOP_STRINGS)] = (
+        None
+    )
+    temperature: Annotated[float | None, Field(ge=0, allow_inf_nan=False, description="0 is greedy.")] = None
+    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    top_k: Annotated[int | None, Field(ge=-1, le=2**31 - 1, description="0 and -1 are off.")] = None
+    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    seed: Annotated[int | None, Field(ge=-(2**63), le=2**64 - 1)] = None
+    metadata: Metadata | None = None
+    priority: Annotated[
+        int | None, Field(description="Added to the priority of the API key; 0 or more. Lower runs first.")
+    ] = None
+    cache_salt: Annotated[
+        Text | None,
+        Field(min_length=1, max_length=1024, description="Share cached prefixes with requests of the same salt only."),
+    ] = None
+
+    service_tier: Annotated[Any, Only("auto", "standard_only", hint="there are no tiers; see priority")] = None
+    container: Annotated[Any, Only()] = None
+    mcp_servers: Annotated[Any, Only([])] = None
+    context_management: Annotated[Any, Only()] = None
+    inference_geo: Annotated[Any, Only()] = None
+    diagnostics: Annotated[Any, Only()] = None
+
+    def to_sampling_params(self) -> SamplingParams:
+        """Raises InvalidRequestError where fields contradict."""
+        given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p", "seed")}
+        given["stop"] = self.stop_sequences
+        return SamplingParams(
+            max_tokens=self.max_tokens, **{name: value for name, value in given.items() if value is not None}
+        )
+
+
+class TokensCount(BaseModel):
+    input_tokens: int
+
+
+class AnsweredText(BaseModel):
+    type: Literal["text"]
+    text: str
+    citations: None
+
+
+class AnsweredThinking(BaseModel):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+    """Empty: thinking is not signed."""
+
+
+class AnsweredToolUse(BaseModel):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    """{"INVALID_JSON": text} if the model wrote no JSON object."""
+
+
+class MessagesUsage(BaseModel):
+    input_tokens: int
+    """Those that were not found in the prefix cache."""
+
+    cache_read_input_tokens: int
+    """Those that were."""
+
+    cache_creation_input_tokens: int
+    output_tokens: int
+
+
+class AnsweredMessage(BaseModel):
+    """The answer of /v1/messages, unless it is streamed."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[AnsweredText | AnsweredThinking | AnsweredToolUse]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+    stop_sequence: str | None
+    stop_details: None
+    usage: MessagesUsage

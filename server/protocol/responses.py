@@ -1,0 +1,319 @@
+"""Bodies and answers of /v1/responses."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
+
+from jaxllm import SamplingParams
+from jaxllm.server.conversation import Conversation, parsed_arguments
+from jaxllm.server.protocol.sampling import Metadata, Only, RequestModel, SamplingFields, StreamOptions, Text
+from jaxllm.server.protocol.text_content import TextContent
+
+Content = Annotated[str, TextContent("input_text", "output_text", "text", ignored=("annotations", "logprobs"))]
+Status = Annotated[
+    Literal["in_progress", "completed", "incomplete"] | None, Field(description="As it came; changes nothing.")
+]
+
+
+class _Item(RequestModel):
+    """Items that this API gave may be sent back as they came."""
+
+    id: Annotated[Text | None, Field(description="As it came; changes nothing.")] = None
+    status: Status = None
+
+    def add_to(self, conversation: Conversation) -> None:
+        """Raises ValueError for what does not fit the conversation."""
+        raise NotImplementedError
+
+
+class MessageItem(_Item):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+    phase: Annotated[Any, Only()] = None
+
+    def add_to(self, conversation: Conversation) -> None:
+        if self.role == "assistant":
+            conversation.answer(self.content)
+        else:
+            conversation.say("user" if self.role == "user" else "system", self.content)
+
+
+class FunctionCallItem(_Item):
+    type: Literal["function_call"]
+    call_id: Text
+    name: Text
+    arguments: Annotated[Text, Field(description="A JSON object; one that a model got wrong may be sent back.")]
+    namespace: Annotated[Any, Only()] = None
+    caller: Annotated[Any, Only()] = None
+    async_: Annotated[Any, Only(False), Field(alias="async")] = None
+
+    def add_to(self, conversation: Conversation) -> None:
+        conversation.call(self.call_id, self.name, parsed_arguments(self.arguments))
+
+
+class FunctionCallOutputItem(_Item):
+    type: Literal["function_call_output"]
+    call_id: Text
+    output: Content
+    name: Text | None = None
+    namespace: Annotated[Any, Only()] = None
+    caller: Annotated[Any, Only()] = None
+
+    def add_to(self, conversation: Conversation) -> None:
+        conversation.result(self.call_id, self.output)
+
+
+class ReasoningItem(_Item):
+    type: Literal["reasoning"]
+    summary: Annotated[str | None, TextContent("summary_text"), Field(description="Changes nothing.")] = None
+    content: Annotated[str | None, TextContent("reasoning_text")] = None
+    encrypted_content: Annotated[Any, Only(hint="reasoning is sent as text")] = None
+
+    def add_to(self, conversation: Conversation) -> None:
+        if self.content:
+            conversation.think(self.content)
+
+
+def _type_of_item(item: Any) -> str:
+    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", "message")
+    return f"={kind}"
+
+
+# A tag begins with "=" to be told from a field's name where an error names its place.
+Item = Annotated[
+    Annotated[MessageItem, Tag("=message")]
+    | Annotated[FunctionCallItem, Tag("=function_call")]
+    | Annotated[FunctionCallOutputItem, Tag("=function_call_output")]
+    | Annotated[ReasoningItem, Tag("=reasoning")],
+    Discriminator(
+        _type_of_item,
+        custom_error_type="item_type",
+        custom_error_message="an item's type must be message, function_call, function_call_output or reasoning",
+    ),
+]
+Input = Annotated[
+    Annotated[Text, Tag("=text")] | Annotated[list[Item], Field(min_length=1), Tag("=items")],
+    Discriminator(lambda value: "=text" if isinstance(value, str) else "=items"),
+]
+
+
+class FunctionTool(RequestModel):
+    type: Literal["function"]
+    name: Annotated[Text, Field(min_length=1, max_length=256)]
+    description: Text | None = None
+    parameters: Annotated[dict[str, Any] | None, Field(description="A JSON schema.")] = None
+    strict: Annotated[Any, Only(False, hint="arguments are not forced into the schema yet")] = None
+    defer_loading: Annotated[Any, Only(False)] = None
+    allowed_callers: Annotated[Any, Only(["direct"])] = None
+    output_schema: Annotated[Any, Only()] = None
+    async_: Annotated[Any, Only(False), Field(alias="async")] = None
+
+    def for_template(self) -> dict[str, Any]:
+        """In the form of chat completions, which chat templates read."""
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
+
+
+class Reasoning(RequestModel):
+    effort: Annotated[
+        Text | None, Field(description="`reasoning_effort` of the chat template; refused if it has none of this name.")
+    ] = None
+    summary: Annotated[Any, Only(hint="reasoning is given in full")] = None
+    generate_summary: Annotated[Any, Only(hint="reasoning is given in full")] = None
+    context: Annotated[Any, Only("auto")] = None
+    mode: Annotated[Any, Only("standard")] = None
+
+
+class TextFormat(RequestModel):
+    format: Annotated[Any, Only({"type": "text"}, hint="forced formats are not supported yet")] = None
+    verbosity: Annotated[Any, Only("medium")] = None
+
+
+class ResponseRequest(SamplingFields):
+    """The body of POST /v1/responses."""
+
+    input: Input
+    instructions: Annotated[
+        Text | None, Field(description="A system message of this request only: it is not kept for later ones.")
+    ] = None
+    previous_response_id: Annotated[Text | None, Field(description="The conversation that this continues.")] = None
+    store: Annotated[
+        bool | None, Field(description="Keep the response for previous_response_id. Default: true, where any are kept.")
+    ] = None
+    background: Annotated[
+        bool | None, Field(description="Answer at once; ask for the response, or cancel it, by its id.")
+    ] = None
+    max_output_tokens: Annotated[
+        int | None, Field(ge=1, le=2**31 - 1, description="The default fills the model's context.")
+    ] = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Annotated[Any, Only("none", "auto", hint="a call cannot be forced yet")] = None
+    parallel_tool_calls: Annotated[bool | None, Field(description="false: the answer ends with its first call.")] = None
+    reasoning: Reasoning | None = None
+    text: TextFormat | None = None
+    stream_options: StreamOptions | None = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, Field(description="Variables of the chat template, as enable_thinking.")
+    ] = None
+    metadata: Annotated[Metadata | None, Field(description="The client's own; comes back with the response.")] = None
+    safety_identifier: Annotated[Text | None, Field(description="The client's own; changes nothing.")] = None
+    prompt_cache_key: Annotated[
+        Text | None, Field(description="Changes nothing: prefixes are shared by content; see cache_salt.")
+    ] = None
+
+    n: Annotated[Any, Only(1, hint="a response is one answer")] = None
+    include: Annotated[Any, Only([], hint="nothing more can be included")] = None
+    top_logprobs: Annotated[Any, Only(0, hint="use /v1/chat/completions for log-probabilities")] = None
+    truncation: Annotated[Any, Only("disabled", hint="a conversation that is too long is refused")] = None
+    service_tier: Annotated[Any, Only("auto", "default", hint="there are no tiers; see priority")] = None
+    prompt_cache_retention: Annotated[Any, Only("in_memory")] = None
+    prompt_cache_options: Annotated[Any, Only()] = None
+    prompt: Annotated[Any, Only(hint="prompts are not stored")] = None
+    conversation: Annotated[Any, Only(hint="use previous_response_id")] = None
+    context_management: Annotated[Any, Only()] = None
+    max_tool_calls: Annotated[Any, Only(hint="there are no built-in tools")] = None
+    background_options: Annotated[Any, Only()] = None
+    moderation: Annotated[Any, Only()] = None
+    image: Annotated[Any, Only()] = None
+    access_programs: Annotated[Any, Only()] = None
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> "ResponseRequest":
+        if self.background and self.stream:
+            raise ValueError("background is true and stream is true; a response is one or the other")
+        if self.background and self.store is False:
+            raise ValueError("background is true and store is false; a response that is not kept cannot be asked for")
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream to be true")
+        if self.stream_options is not None and self.stream_options.include_usage is not None:
+            raise ValueError("stream_options has include_usage; the last event of a response always has the usage")
+        return self
+
+    @property
+    def may_call_tools(self) -> bool:
+        """Whether the model is told of tools, and its text searched for calls."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    def add_to(self, conversation: Conversation) -> None:
+        """Appends the input. Raises ValueError naming the item that does not fit."""
+        if isinstance(self.input, str):
+            return conversation.say("user", self.input)
+        for number, item in enumerate(self.input):
+            try:
+                item.add_to(conversation)
+            except ValueError as error:
+                raise ValueError(f"input[{number}]: {error}") from error
+        return None
+
+    def template_kwargs(self) -> dict[str, Any]:
+        """The further variables of the chat template."""
+        effort = self.reasoning.effort if self.reasoning else None
+        return ({} if effort is None else {"reasoning_effort": effort}) | (self.chat_template_kwargs or {})
+
+    def to_sampling_params(self) -> SamplingParams:
+        """Raises InvalidRequestError where fields contradict."""
+        return self.sampling_params(max_tokens=self.max_output_tokens, logprobs=None)
+
+
+class OutputText(BaseModel):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[Any]
+
+
+class ReasoningText(BaseModel):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class OutputMessage(BaseModel):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    content: list[OutputText]
+
+
+class OutputFunctionCall(BaseModel):
+    id: str
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    status: Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputReasoning(BaseModel):
+    id: str
+    type: Literal["reasoning"]
+    summary: list[Any]
+    content: list[ReasoningText]
+    status: Literal["in_progress", "completed", "incomplete"]
+
+
+class InputTokensDetails(BaseModel):
+    cached_tokens: int
+    """Those whose keys and values were found in the prefix cache."""
+
+    cache_write_tokens: int
+
+
+class OutputTokensDetails(BaseModel):
+    reasoning_tokens: int
+    """Tokens of the reasoning's text, without the markers around it."""
+
+
+class ResponseUsage(BaseModel):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseError(BaseModel):
+    code: str
+    message: str
+
+
+class IncompleteDetails(BaseModel):
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseObject(BaseModel):
+    """The answer of POST and GET /v1/responses, unless it is streamed."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
+    error: ResponseError | None
+    incomplete_details: IncompleteDetails | None
+    model: str
+    output: list[OutputMessage | OutputFunctionCall | OutputReasoning]
+    usage: ResponseUsage | None
+    instructions: str | None
+    previous_response_id: str | None
+    background: bool
+    store: bool
+    max_output_tokens: int | None
+    temperature: float
+    top_p: float
+    tools: list[dict[str, Any]]
+    tool_choice: Literal["none", "auto"]
+    parallel_tool_calls: bool
+    reasoning: dict[str, Any]
+    text: dict[str, Any]
+    truncation: Literal["disabled"]
+    service_tier: Literal["default"]
+    metadata: dict[str, str]
+    user: str | None
+
+
+class DeletedResponse(BaseModel):
+    id: str
+    object: Literal["response.deleted"]
+    deleted: Literal[True]

@@ -1,0 +1,35 @@
+"""How many tokens an answer took."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel
+
+if TYPE_CHECKING:
+    from jaxllm.server.generation import Generation
+
+
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int
+    """Those whose keys and values were found in the prefix cache."""
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+    @classmethod
+    def of(cls, generations: "Sequence[Generation]") -> "Usage":
+        """A prompt counts once, however many choices it has."""
+        num_prompt = sum(generation.num_prompt_tokens for generation in generations)
+        num_output = sum(generation.num_output_tokens for generation in generations)
+        return cls(
+            prompt_tokens=num_prompt,
+            completion_tokens=num_output,
+            total_tokens=num_prompt + num_output,
+            prompt_tokens_details=PromptTokensDetails(
+                cached_tokens=sum(generation.num_cached_tokens for generation in generations)
+            ),
+        )

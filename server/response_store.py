@@ -1,0 +1,85 @@
+"""Answers of /v1/responses that later requests may refer to."""
+
+import sqlite3
+import time
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+_MAX_BYTES = 256 * 2**20
+_TABLE = """
+CREATE TABLE IF NOT EXISTS responses (
+    tenant TEXT, id TEXT, used INTEGER, size INTEGER, body BLOB, PRIMARY KEY (tenant, id)
+) WITHOUT ROWID
+"""
+_EVICT = """
+DELETE FROM responses WHERE (tenant, id) IN (
+    SELECT tenant, id FROM (
+        SELECT tenant, id, row_number() OVER newest AS rank, sum(size) OVER newest AS total
+        FROM responses WINDOW newest AS (ORDER BY used DESC ROWS UNBOUNDED PRECEDING)
+    ) WHERE rank > ? OR total > ?
+)
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredResponse:
+    """response: the answer as it was given.
+    messages: the conversation up to and with it, as the chat template reads it, without the instructions.
+    """
+
+    response: dict[str, Any]
+    messages: list[dict[str, Any]]
+
+
+class ResponseStore:
+    """Keeps the `max_responses` that were used last, as long as they take less than 256 MiB; a tenant finds only its
+    own. They are lost when the server stops.
+
+    shared_folder: where the API workers of one server keep them together; None keeps them in this process.
+    """
+
+    def __init__(self, max_responses: int, shared_folder: Path | None = None, *, max_bytes: int = _MAX_BYTES) -> None:
+        self.max_responses = max_responses
+        self._max_bytes = max_bytes
+        path = ":memory:" if shared_folder is None else shared_folder / "responses.sqlite"
+        # Transactions are as short as one response, and nothing here has to survive the machine.
+        self._database = sqlite3.connect(path, isolation_level=None, timeout=10.0, check_same_thread=False)
+        for command in ("PRAGMA journal_mode = WAL", "PRAGMA synchronous = OFF", _TABLE):
+            self._database.execute(command).close()
+
+    def put(self, tenant: str, stored: StoredResponse) -> None:
+        """Keeps a response, in the place of an earlier one with its id."""
+        body = msgspec.json.encode(stored)
+        row = (tenant, stored.response["id"], time.monotonic_ns(), len(body), body)
+        self._run("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?)", *row)
+        self._run(_EVICT, self.max_responses, self._max_bytes)
+
+    def get(self, tenant: str, response_id: str) -> StoredResponse | None:
+        """None: it was never kept, was deleted, or had to make room."""
+        row = self._run("SELECT body FROM responses WHERE tenant = ? AND id = ?", tenant, response_id)
+        if row is None:
+            return None
+        self._run("UPDATE responses SET used = ? WHERE tenant = ? AND id = ?", time.monotonic_ns(), tenant, response_id)
+        return msgspec.json.decode(row[0], type=StoredResponse)
+
+    def delete(self, tenant: str, response_id: str) -> bool:
+        """False: there is none."""
+        command = "DELETE FROM responses WHERE tenant = ? AND id = ? RETURNING id"
+        return self._run(command, tenant, response_id) is not None
+
+    def __len__(self) -> int:
+        row = self._run("SELECT count(*) FROM responses")
+        assert row is not None
+        return row[0]
+
+    def close(self) -> None:
+        self._database.close()
+
+    def _run(self, command: str, *values: Any) -> tuple | None:
+        """The first row of the result."""
+        with closing(self._database.execute(command, values)) as cursor:
+            return cursor.fetchone()

@@ -1,0 +1,29 @@
+"""/v1/chat/completions."""
+
+from typing import TYPE_CHECKING, Annotated
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from jaxllm.server.call import Call, read_call
+from jaxllm.server.chat_answer import ChatAnswer
+from jaxllm.server.protocol.chat import ChatCompletion, ChatRequest
+from jaxllm.server.streaming import EVENT_STREAM, EventStream, json_response
+
+if TYPE_CHECKING:
+    from jaxllm.server.app import Server
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions", tags=["generation"], response_model=ChatCompletion, responses=EVENT_STREAM)
+async def create_chat_completion(
+    body: ChatRequest, request: Request, call: Annotated[Call, Depends(read_call)]
+) -> Response:
+    """Answers a conversation."""
+    server: Server = request.app.state.server
+    server.check_model(body.model)
+    answer = await ChatAnswer.start(server, request, call.with_priority(body.priority), body)
+    if body.stream:
+        return await EventStream.start(answer.events())
+    return json_response(await answer.whole())

@@ -1,0 +1,63 @@
+"""For load balancers and their operators: /health, /ready, /version, /load."""
+
+import platform
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+
+from jaxllm import __version__
+
+router = APIRouter(tags=["health"])
+
+
+@router.get("/health")
+async def health() -> dict[str, str]:
+    """Whether this process answers; restart it if it does not. It says nothing of the engine: see /ready."""
+    return {"status": "ok"}
+
+
+@router.get("/ready", responses={503: {"description": "Send requests elsewhere for now."}})
+async def ready(request: Request) -> JSONResponse:
+    """Whether a request sent now would be served: the engine makes progress, and the server is not draining."""
+    server = request.app.state.server
+    problem = server.drain.draining_error().message if server.drain.is_draining else server.watchdog.problem()
+    body = {
+        "ready": problem is None,
+        "reason": problem,
+        "engine": server.llm.state,
+        "heartbeat_age_s": round(server.llm.heartbeat_age_s, 3),
+        "draining": server.drain.is_draining,
+    }
+    return JSONResponse(body, 200 if problem is None else 503, {} if problem is None else {"retry-after": "1"})
+
+
+@router.get("/version")
+async def version(request: Request) -> dict[str, str]:
+    """Versions, and what the engine runs on."""
+    info = request.app.state.server.llm.info
+    return {
+        "version": __version__,
+        "python": platform.python_version(),
+        "platform": info.platform,
+        "device": info.device,
+    }
+
+
+@router.get("/load")
+async def load(request: Request) -> dict[str, Any]:
+    """How busy the server is.
+
+    server_load: requests that the HTTP side is answering, of all API workers. num_running, num_waiting: in the engine,
+    where a request with n choices counts n times.
+    """
+    server = request.app.state.server
+    stats = server.llm.stats
+    counts = {} if stats is None else stats.num_requests
+    num_unfinished = sum(number for status, number in counts.items() if not status.startswith("finished_"))
+    num_running = 0 if stats is None else stats.num_running
+    return {
+        "server_load": server.drain.board.total_active,
+        "num_running": num_running,
+        "num_waiting": num_unfinished - num_running,
+    }

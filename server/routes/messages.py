@@ -1,0 +1,101 @@
+"""/v1/messages."""
+
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from jaxllm.server.api_errors import ApiError
+from jaxllm.server.generation import Call, read_call
+from jaxllm.server.keys import authenticate
+from jaxllm.server.message_builder import MessageBuilder
+from jaxllm.server.protocol.messages import AnsweredMessage, CountTokensRequest, MessagesRequest, TokensCount
+from jaxllm.server.reply import Reply, check_tools
+from jaxllm.server.streaming import EventStream, encode_json
+
+if TYPE_CHECKING:
+    from jaxllm.server.app import Server
+
+router = APIRouter(tags=["generation"])
+
+_STREAM = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+
+
+@router.post("/v1/messages", response_model=AnsweredMessage, responses={200: _STREAM})
+async def create_message(
+    body: MessagesRequest, request: Request, call: Annotated[Call, Depends(read_call)]
+) -> Response:
+    """Answers a conversation, in the form of Anthropic's API."""
+    server: Server = request.app.state.server
+    server.check_model(body.model)
+    reply = await Reply.start(
+        server,
+        request,
+        call.with_priority(body.priority),
+        _messages(body),
+        body.to_sampling_params(),
+        tools=body.tools_for_template(),
+        template_kwargs=_template_kwargs(server, body),
+        parallel_tool_calls=body.parallel_tool_calls,
+        cache_salt=body.cache_salt or "",
+        is_streamed=bool(body.stream),
+    )
+    builder = MessageBuilder(body.model)
+    events = _events(reply, builder)
+    if body.stream:
+        return await EventStream.start(events, error_events=builder.fail)
+    async for _ in events:
+        pass
+    return Response(encode_json(builder.message), media_type="application/json")
+
+
+@router.post("/v1/messages/count_tokens", dependencies=[Depends(authenticate)])
+async def count_tokens(body: CountTokensRequest, request: Request) -> TokensCount:
+    """How many tokens a prompt of /v1/messages has."""
+    server: Server = request.app.state.server
+    server.check_model(body.model)
+    tools = body.tools_for_template()
+    check_tools(server, tools)
+    kwargs = _template_kwargs(server, body)
+    _, token_ids = await server.templates.render(_messages(body), tools=tools or None, kwargs=kwargs)
+    return TokensCount(input_tokens=len(token_ids))
+
+
+async def _events(reply: Reply, builder: MessageBuilder) -> AsyncGenerator[bytes, None]:
+    """The stream's events. Raises what `Generation.deltas` does."""
+    generation = reply.generation
+    try:
+        yield builder.begin(generation.num_prompt_tokens)
+        async for parts in reply.parts():
+            if events := builder.add(parts):
+                yield events
+        yield builder.end(
+            reply.finish_reason,
+            reply.stop_reason,
+            num_prompt_tokens=generation.num_prompt_tokens,
+            num_cached_tokens=generation.num_cached_tokens,
+            num_output_tokens=generation.num_output_tokens,
+        )
+    finally:
+        await generation.aclose()
+
+
+def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
+    try:
+        return body.messages_for_template()
+    except ValueError as error:
+        raise ApiError(400, str(error), param="messages") from error
+
+
+def _template_kwargs(server: "Server", body: CountTokensRequest) -> dict[str, Any]:
+    """Raises ApiError 400 if the model thinks and cannot be told not to."""
+    kwargs = body.template_kwargs()
+    if body.thinking is None:
+        return kwargs
+    wants_thinking = body.thinking.type == "adaptive"
+    if server.templates.reads("enable_thinking"):
+        return {"enable_thinking": wants_thinking, **kwargs}
+    if server.parsers[1] is not None and not wants_thinking:
+        raise ApiError(400, "thinking cannot be disabled: this model's chat template has no choice", param="thinking")
+    return kwargs

@@ -1,0 +1,279 @@
+"""/v1/responses."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+from fastapi import APIRouter, Depends, Query, Request
+from starlette.responses import Response
+
+from jaxllm import SamplingParams
+from jaxllm.server.api_errors import ApiError
+from jaxllm.server.conversation import Conversation
+from jaxllm.server.generation import Call, read_call
+from jaxllm.server.keys import Caller, authenticate
+from jaxllm.server.protocol.responses import DeletedResponse, ResponseObject, ResponseRequest
+from jaxllm.server.reply import Reply
+from jaxllm.server.response_builder import ResponseBuilder
+from jaxllm.server.response_store import StoredResponse
+from jaxllm.server.streaming import EventStream, encode_json
+
+if TYPE_CHECKING:
+    from jaxllm.server.app import Server
+
+router = APIRouter(tags=["generation"])
+
+_CANCEL_TIMEOUT_S = 10.0
+_POLL_S = 0.01
+_STREAM = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+_in_background: set[asyncio.Task[None]] = set()  # The event loop itself does not keep tasks alive.
+
+
+@router.post("/v1/responses", response_model=ResponseObject, responses={200: _STREAM})
+async def create_response(
+    body: ResponseRequest, request: Request, call: Annotated[Call, Depends(read_call)]
+) -> Response:
+    """Answers a conversation, which may go on from an earlier response."""
+    server: Server = request.app.state.server
+    server.check_model(body.model)
+    if body.background:
+        request = Request(request.scope, _never)  # The client leaves, and the answer is made nevertheless.
+    answer = await _Answer.start(server, request, call.with_priority(body.priority), body)
+    if body.stream:
+        return await EventStream.start(answer.events(), error_events=answer.failed)
+    if body.background:
+        return answer.continue_in_background()
+    async for _ in answer.events():
+        pass
+    return _json(answer.builder.response)
+
+
+@router.get("/v1/responses/{response_id}", response_model=ResponseObject)
+async def get_response(
+    response_id: str,
+    request: Request,
+    caller: Annotated[Caller, Depends(authenticate)],
+    stream: Annotated[bool, Query(description="Not supported: must be false.")] = False,
+    starting_after: Annotated[int | None, Query(description="Not supported.")] = None,
+    include: Annotated[list[str] | None, Query(description="Not supported.")] = None,
+) -> Response:
+    """A response that was stored, or is being made in the background."""
+    for name, value in {"stream": stream, "starting_after": starting_after, "include": include}.items():
+        if value:
+            raise ApiError(400, f"{name} is not supported here: events can be had only while they happen", param=name)
+    return _json(_find(request.app.state.server, caller, response_id).response)
+
+
+@router.delete("/v1/responses/{response_id}")
+async def delete_response(
+    response_id: str, request: Request, caller: Annotated[Caller, Depends(authenticate)]
+) -> DeletedResponse:
+    """Forgets a response. Those that went on from it stay as they are."""
+    server: Server = request.app.state.server
+    if _find(server, caller, response_id).response["status"] == "in_progress":
+        raise ApiError(400, f"response {response_id!r} is still being made; cancel it first")
+    server.responses.delete(caller.tenant, response_id)
+    return DeletedResponse(id=response_id, object="response.deleted", deleted=True)
+
+
+@router.post("/v1/responses/{response_id}/cancel", response_model=ResponseObject)
+async def cancel_response(
+    response_id: str, request: Request, caller: Annotated[Caller, Depends(authenticate)]
+) -> Response:
+    """Ends a response that is being made in the background. One that has ended stays as it is."""
+    server: Server = request.app.state.server
+    response = _find(server, caller, response_id).response
+    if not response["background"]:
+        raise ApiError(
+            400,
+            f"response {response_id!r} was not made in the background (background: true), and only such can be "
+            "cancelled; to end another, close its connection",
+        )
+    deadline = time.monotonic() + _CANCEL_TIMEOUT_S
+    while response["status"] == "in_progress" and time.monotonic() < deadline:
+        await server.llm.abort(response_id)
+        await asyncio.sleep(_POLL_S)
+        response = _find(server, caller, response_id).response
+    return _json(response)
+
+
+class _Answer:
+    """One response under way."""
+
+    def __init__(
+        self,
+        server: "Server",
+        caller: Caller,
+        conversation: Conversation,
+        reply: Reply,
+        builder: ResponseBuilder,
+    ) -> None:
+        self.builder = builder
+        self._server = server
+        self._caller = caller
+        self._conversation = conversation
+        self._reply = reply
+
+    @classmethod
+    async def start(cls, server: "Server", request: Request, call: Call, body: ResponseRequest) -> "_Answer":
+        """Returns when the engine has taken the request in. Raises ApiError and InvalidRequestError if it cannot."""
+        conversation = Conversation(_earlier_messages(server, call.caller, body.previous_response_id))
+        try:
+            body.add_to(conversation)
+        except ValueError as error:
+            raise ApiError(400, str(error), param="input") from error
+        messages = conversation.messages
+        if body.instructions is not None:
+            messages = [{"role": "system", "content": body.instructions}, *messages]
+        params = body.to_sampling_params()
+        response = _new_response(server, body, params)
+        reply = await Reply.start(
+            server,
+            request,
+            call,
+            messages,
+            params,
+            tools=[tool.for_template() for tool in body.tools or ()] if body.may_call_tools else (),
+            template_kwargs=body.template_kwargs(),
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            cache_salt=body.cache_salt or "",
+            request_id=response["id"],
+            is_streamed=bool(body.stream),
+        )
+        return cls(server, call.caller, conversation, reply, ResponseBuilder(response))
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The stream's events. Raises what `Generation.deltas` does."""
+        try:
+            yield self.builder.begin()
+            async for parts in self._reply.parts():
+                if events := self.builder.add(parts):
+                    yield events
+            end = self.builder.end(self._reply.finish_reason, await self._usage())
+            self._store()
+            yield end
+        finally:
+            await self._reply.generation.aclose()
+
+    def failed(self, error: ApiError) -> bytes:
+        """The stream's last event."""
+        event = self.builder.fail(error)
+        self._store()
+        return event
+
+    def continue_in_background(self) -> Response:
+        """The answer now; the response itself can be had from the store."""
+        self._store()
+        task = asyncio.create_task(self._complete())
+        _in_background.add(task)
+        task.add_done_callback(_in_background.discard)
+        return _json(self.builder.response)
+
+    async def _complete(self) -> None:
+        try:
+            async for _ in self.events():
+                pass
+        except Exception as error:
+            known = ApiError.of(error)
+            if known.code == "request_aborted":
+                self.builder.cancel()
+            else:
+                self.builder.fail(known)
+            self._store()
+
+    async def _usage(self) -> dict[str, Any]:
+        generation = self._reply.generation
+        reasoning = self.builder.reasoning
+        encoded = await self._server.encoder.encode(reasoning, add_special_tokens=False) if reasoning else []
+        return {
+            "input_tokens": generation.num_prompt_tokens,
+            "input_tokens_details": {"cached_tokens": generation.num_cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": generation.num_output_tokens,
+            "output_tokens_details": {"reasoning_tokens": len(encoded)},
+            "total_tokens": generation.num_prompt_tokens + generation.num_output_tokens,
+        }
+
+    def _store(self) -> None:
+        response = self.builder.response
+        if response["store"]:
+            conversation = Conversation(self._conversation.messages)
+            self.builder.add_to(conversation)
+            stored = StoredResponse(response=response, messages=conversation.messages)
+            self._server.responses.put(self._caller.tenant, stored)
+
+
+def _earlier_messages(server: "Server", caller: Caller, response_id: str | None) -> list[dict[str, Any]]:
+    if response_id is None:
+        return []
+    stored = _find(server, caller, response_id, param="previous_response_id")
+    status = stored.response["status"]
+    if status not in ("completed", "incomplete"):
+        raise ApiError(
+            400,
+            f"response {response_id!r} is {status}; a conversation goes on from one that is completed or incomplete",
+            param="previous_response_id",
+        )
+    return stored.messages
+
+
+def _find(server: "Server", caller: Caller, response_id: str, *, param: str = "response_id") -> StoredResponse:
+    """Raises ApiError 404: the caller's tenant has no such response."""
+    stored = server.responses.get(caller.tenant, response_id)
+    if stored is not None:
+        return stored
+    if limit := server.responses.max_responses:
+        kept = f"the {limit:,} used last are kept, unless they had store: false"
+    else:
+        kept = "this server keeps none (--max-stored-responses 0)"
+    raise ApiError(404, f"there is no response {response_id!r} here; {kept}", param=param, code="response_not_found")
+
+
+def _new_response(server: "Server", body: ResponseRequest, params: SamplingParams) -> dict[str, Any]:
+    """A response without output. Raises ApiError 400 if it is to be stored and this server stores none."""
+    can_store = server.responses.max_responses > 0
+    if not can_store and (body.store or body.background):
+        field = "store" if body.store else "background"
+        raise ApiError(
+            400, f"{field} is true, and this server keeps no responses (--max-stored-responses 0)", param=field
+        )
+    effort = body.reasoning.effort if body.reasoning else None
+    return {
+        "id": f"resp_{secrets.token_hex(16)}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "completed_at": None,
+        "status": "in_progress",
+        "error": None,
+        "incomplete_details": None,
+        "model": body.model,
+        "output": [],
+        "usage": None,
+        "instructions": body.instructions,
+        "previous_response_id": body.previous_response_id,
+        "background": bool(body.background),
+        "store": can_store and body.store is not False,
+        "max_output_tokens": body.max_output_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "tools": [tool.model_dump(by_alias=True, exclude_none=True) | {"strict": False} for tool in body.tools or ()],
+        "tool_choice": body.tool_choice or "auto",
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "reasoning": {"effort": effort, "summary": None},
+        "text": {"format": {"type": "text"}},
+        "truncation": "disabled",
+        "service_tier": "default",
+        "metadata": body.metadata or {},
+        "user": body.user,
+    }
+
+
+def _json(response: dict[str, Any]) -> Response:
+    return Response(encode_json(response), media_type="application/json")
+
+
+async def _never() -> NoReturn:
+    """What a connection receives that nobody closes."""
+    await asyncio.Event().wait()
+    raise AssertionError

@@ -1,0 +1,96 @@
+"""Between text and tokens: /tokenize and /detokenize, under vLLM's names of the fields."""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from jaxllm.server.api_errors import ApiError
+from jaxllm.server.keys import authenticate
+
+router = APIRouter(tags=["tokens"], dependencies=[Depends(authenticate)])
+
+_MAX_INT32 = 2**31 - 1
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class TokenizeRequest(_Strict):
+    """A prompt, or messages for the chat template; one of the two."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    add_special_tokens: bool | None = Field(None, description="Of a prompt; a template brings its own. Default: true.")
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _has_one_input(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give prompt or messages, and not both")
+        for name in ("tools", "chat_template_kwargs"):
+            if self.messages is None and getattr(self, name) is not None:
+                raise ValueError(f"{name} needs messages, for the chat template to render")
+        if self.messages is not None and self.add_special_tokens is not None:
+            raise ValueError("add_special_tokens is for prompt; with messages the chat template decides")
+        return self
+
+
+class TokenizeResponse(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(_Strict):
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0, le=_MAX_INT32)]]
+
+
+class DetokenizeResponse(BaseModel):
+    prompt: str
+
+
+@router.post("/tokenize")
+async def tokenize(request: Request, body: TokenizeRequest) -> TokenizeResponse:
+    """The tokens that a prompt, or messages under the chat template, would be for the model."""
+    server = request.app.state.server
+    if body.model is not None:
+        server.check_model(body.model)
+    if body.messages is not None:
+        _, token_ids = await server.templates.render(
+            body.messages,
+            tools=body.tools,
+            template=None,
+            kwargs=body.chat_template_kwargs or {},
+            add_generation_prompt=body.add_generation_prompt,
+        )
+    else:
+        add_special_tokens = body.add_special_tokens is not False
+        token_ids = await server.encoder.encode(body.prompt, name="prompt", add_special_tokens=add_special_tokens)
+    return TokenizeResponse(
+        count=len(token_ids),
+        max_model_len=server.llm.info.max_model_len,
+        tokens=token_ids,
+        token_strs=[server.llm.token_text(token_id)[0] for token_id in token_ids] if body.return_token_strs else None,
+    )
+
+
+@router.post("/detokenize")
+async def detokenize(request: Request, body: DetokenizeRequest) -> DetokenizeResponse:
+    """The text that tokens stand for, special ones included."""
+    server = request.app.state.server
+    if body.model is not None:
+        server.check_model(body.model)
+    vocab_size = server.llm.info.vocab_size
+    for index, token_id in enumerate(body.tokens):
+        if token_id >= vocab_size:
+            message = f"tokens[{index}] is {token_id:,}; the vocabulary has {vocab_size:,} tokens"
+            raise ApiError(400, message, param=f"tokens[{index}]")
+    return DetokenizeResponse(prompt=server.llm.tokenizer.decode(body.tokens))

@@ -1,0 +1,199 @@
+"""`jaxllm serve`: owns the port and the engine's process, and ends in good order."""
+
+import asyncio
+import dataclasses
+import logging
+import multiprocessing
+import signal
+import socket
+import tempfile
+import time
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+
+import uvloop
+
+from jaxllm import AsyncLLM, ConfigError, EngineConfig, EngineProcess
+from jaxllm.server.board import Board, Phase
+from jaxllm.server.http_worker import HttpWorker
+from jaxllm.server.keys import ApiKeys
+from jaxllm.server.server_config import ServerConfig
+from jaxllm.server.server_logging import set_up_logging
+
+logger = logging.getLogger("jaxllm.server")
+
+ENGINE = "jaxllm.engine.engine_core:EngineCore"
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_POLL_S = 0.05
+_END_S = 2.0  # in which processes end that were told to
+_RESTART_S = 1.0  # between starts of an API worker
+
+
+def serve(engine_config: EngineConfig, config: ServerConfig, *, engine: str = ENGINE) -> None:
+    """Serves until SIGTERM or SIGINT, and returns when everything has ended.
+
+    engine: import path of what runs in the engine's process; see `EngineProcess`.
+
+    Raises ConfigError, also for a port that is in use, and what loading the model raises.
+    """
+    set_up_logging(config)
+    keys = ApiKeys.load(config.api_keys_file, config.admin_key)
+    logger.info("loading %s", engine_config.model)
+    engine_config = dataclasses.replace(engine_config, tenants=keys.tenants, default_tenant=keys.default_tenant)
+    listeners = bind(config)
+    with tempfile.TemporaryDirectory(prefix="jaxllm-") as folder:
+        engine_process = EngineProcess(engine_config, engine=engine)
+        engine_process.start()
+        try:
+            uvloop.run(_Supervisor(config, keys, listeners, Path(folder)).run(engine_process.address))
+        finally:
+            engine_process.stop(_END_S)
+            for listener in listeners:
+                listener.close()
+
+
+def bind(config: ServerConfig) -> list[socket.socket]:
+    """A socket for each API worker, bound and not yet listening: who comes before the engine is ready is refused at
+    once. The kernel spreads connections over them. Raises ConfigError if there is no such address, or it is taken."""
+    try:
+        (family, _, _, _, address), *_ = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        first = socket.socket(family)
+        first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        first.bind(address)
+        if config.api_workers == 1:
+            return [first]
+        # The first has found out whether somebody else is there: sockets that share a port would not.
+        address = first.getsockname()
+        first.close()
+        listeners = []
+        for _ in range(config.api_workers):
+            listener = socket.socket(family)
+            listeners.append(listener)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            listener.bind(address)
+        return listeners
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on host {config.host!r}, port {config.port}: {error.strerror}. Choose another with "
+            "--host or --port, or --port 0 for any free one."
+        ) from None
+
+
+class _Supervisor:
+    """Starts the HTTP side when the engine is ready, and ends both."""
+
+    def __init__(self, config: ServerConfig, keys: ApiKeys, listeners: list[socket.socket], folder: Path) -> None:
+        self._config = config
+        self._board = Board(config.api_workers, folder / "board")
+        self._workers = [
+            HttpWorker(
+                config=config,
+                keys=keys,
+                listener=listener,
+                index=index,
+                num_workers=config.api_workers,
+                shared_folder=folder if config.api_workers > 1 else None,
+            )
+            for index, listener in enumerate(listeners)
+        ]
+        self._is_connected = False
+        self._task: asyncio.Task[None] | None = None
+
+    async def run(self, address: str) -> None:
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self._on_signal, signal.Signals(number).name)
+        self._task = asyncio.create_task(self._run(address))
+        try:
+            await self._task
+        except asyncio.CancelledError:
+            logger.info("stopped before the engine was ready")
+
+    async def _run(self, address: str) -> None:
+        start = time.monotonic()
+        llm = await AsyncLLM.connect(address)
+        self._is_connected = True
+        self._log_engine(llm, time.monotonic() - start)
+        try:
+            told = asyncio.create_task(self._log_start())
+            if len(self._workers) == 1:
+                worker = self._workers[0]
+                await worker.serve(worker.make_app(llm, self._board))
+            else:
+                await self._run_workers(address)
+            told.cancel()
+        finally:
+            await llm.close()
+        logger.info("ended")
+
+    async def _run_workers(self, address: str) -> None:
+        """Keeps a process for each API worker until the server ends."""
+        context = multiprocessing.get_context("spawn")
+
+        def start(worker: HttpWorker) -> SpawnProcess:
+            process = context.Process(target=worker.run, args=(address,), name=f"jaxllm-http-{worker.index}")
+            process.start()
+            return process
+
+        processes = [start(worker) for worker in self._workers]
+        started = [time.monotonic()] * len(processes)
+        try:
+            while any(process.is_alive() for process in processes) or self._board.phase < Phase.SHUTTING_DOWN:
+                for index, process in enumerate(processes):
+                    if process.is_alive() or self._board.phase >= Phase.SHUTTING_DOWN:
+                        continue
+                    self._board.set_worker(index, serves=False, num_active=0)
+                    if time.monotonic() - started[index] > _RESTART_S:
+                        logger.error("API worker %d ended with code %s; starting it again", index, process.exitcode)
+                        processes[index], started[index] = start(self._workers[index]), time.monotonic()
+                await asyncio.sleep(_POLL_S)
+        finally:
+            for process in processes:
+                process.join(0 if process.exitcode is not None else _END_S)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+
+    def _on_signal(self, name: str) -> None:
+        if not self._is_connected:
+            assert self._task is not None
+            self._task.cancel()
+        elif self._board.phase < Phase.SHUTTING_DOWN:
+            timeout_s = self._config.shutdown_timeout_s
+            logger.info(
+                "%s: %d requests in progress may finish within %g s; a second signal ends them",
+                name, self._board.total_active, timeout_s,
+            )  # fmt: skip
+            self._board.phase = Phase.SHUTTING_DOWN
+            asyncio.get_running_loop().call_later(timeout_s, self._stop, "the time is over")
+        else:
+            self._stop(name)
+
+    def _stop(self, reason: str) -> None:
+        if self._board.phase < Phase.STOPPING:
+            logger.info("%s: ending %d requests", reason, self._board.total_active)
+            self._board.phase = Phase.STOPPING
+
+    def _log_engine(self, llm: AsyncLLM, seconds: float) -> None:
+        info = llm.info
+        logger.info(
+            "the engine is ready after %.1f s: %s on %s (%s), %s, context of %s tokens, %s pages of %d tokens",
+            seconds, info.model, info.device, info.platform, info.dtype, f"{info.max_model_len:,}",
+            f"{info.num_pages - 1:,}", info.page_size,
+        )  # fmt: skip
+
+    async def _log_start(self) -> None:
+        """Says where, once all API workers serve."""
+        while self._board.num_serving < len(self._workers):
+            await asyncio.sleep(_POLL_S)
+        page = f", with a page at {self._url()}/" if self._config.ui else ""
+        keys = "API keys are asked for" if self._config.api_keys_file else "no API key is asked for"
+        logger.info("serving at %s/v1%s; %s", self._url(), page, keys)
+
+    def _url(self) -> str:
+        host, port = self._workers[0].listener.getsockname()[:2]
+        host = f"[{host}]" if ":" in host else host
+        return f"{'https' if self._config.has_tls else 'http'}://{host}:{port}"

@@ -1,0 +1,241 @@
+"""/v1/chat/completions: its fields, tools, reasoning, and what is refused."""
+
+import json
+
+import httpx
+import pytest
+
+PATH = "/v1/chat/completions"
+JSON = {"content-type": "application/json"}
+TOOL = {"type": "function", "function": {"name": "f", "description": "…", "parameters": {"type": "object"}}}
+CALL = '<tool_call>{"name": "f", "arguments": {"x": "é😀"}}</tool_call>'
+
+
+def post(server, messages=None, **body) -> httpx.Response:
+    messages = [{"role": "user", "content": "hi"}] if messages is None else messages
+    names = server.app.state.server.model_names
+    content = json.dumps({"model": names[0], "messages": messages} | body)  # httpx encodes no half characters
+    return httpx.post(server.url + PATH, content=content, headers=JSON, timeout=30)
+
+
+def answer(server, *args, **body) -> dict:
+    response = post(server, *args, **body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def say(text: str) -> list[dict]:
+    return [{"role": "user", "content": f"!say:{text}"}]
+
+
+def error(server, *args, **body) -> dict:
+    response = post(server, *args, **body)
+    assert response.status_code == 400, response.text
+    return response.json()["error"]
+
+
+def streamed(server, messages, **body) -> list[dict]:
+    """The choices of all chunks."""
+    response = post(server, messages, stream=True, **body)
+    assert response.status_code == 200, response.text
+    payloads = [event.removeprefix("data: ") for event in response.text.split("\n\n")[:-2]]
+    return [choice for payload in payloads for choice in json.loads(payload)["choices"]]
+
+
+def test_the_whole_answer(stub_server):
+    whole = answer(stub_server, say("Hello"))
+    assert whole.pop("id").startswith("chatcmpl-")
+    assert whole.pop("created") > 1.7e9
+    usage = whole.pop("usage")
+    assert usage["completion_tokens"] == 6
+    assert usage["total_tokens"] == usage["prompt_tokens"] + 6
+    message = {"role": "assistant", "content": "Hello", "refusal": None}
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+    assert whole == {"object": "chat.completion", "model": "stub", "choices": [choice]}
+
+
+def test_an_answer_may_fill_the_context(stub_server):
+    whole = answer(stub_server, [{"role": "user", "content": "a" * 2000}])
+    assert whole["choices"][0]["finish_reason"] == "length"
+    assert whole["usage"]["total_tokens"] == 2048
+    for name in ("max_tokens", "max_completion_tokens"):
+        assert answer(stub_server, **{name: 3})["usage"]["completion_tokens"] == 3
+
+
+def test_content_in_parts_becomes_lines(stub_server):
+    parts = [{"type": "text", "text": "!say:a"}, {"type": "text", "text": "b"}]
+    assert answer(stub_server, [{"role": "user", "content": parts}])["choices"][0]["message"]["content"] == "a\nb"
+
+
+def test_log_probabilities(stub_server):
+    logprobs = answer(stub_server, say("a€"), logprobs=True, top_logprobs=2, max_tokens=3)["choices"][0]["logprobs"]
+    assert logprobs["refusal"] is None
+    first, second, _ = logprobs["content"]
+    top = [{"token": "a", "logprob": -0.5, "bytes": [97]}, {"token": "b", "logprob": -1.5, "bytes": [98]}]
+    assert first == {"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": top}
+    assert (second["token"], second["bytes"]) == ("\ufffd", [0xE2])
+    none = answer(stub_server, say("a"), logprobs=True)["choices"][0]["logprobs"]["content"]
+    assert [entry["top_logprobs"] for entry in none] == [[], []]
+
+
+def test_log_probabilities_in_a_stream_are_those_of_the_whole(stub_server):
+    for text, options in (("a€b", {}), (f"a{CALL}", {"tools": [TOOL]})):
+        options |= {"logprobs": True, "top_logprobs": 1}
+        whole = answer(stub_server, say(text), **options)["choices"][0]["logprobs"]["content"]
+        chunks = streamed(stub_server, say(text), **options)
+        assert [entry for choice in chunks for entry in (choice["logprobs"] or {"content": []})["content"]] == whole
+
+
+def test_a_tool_call(stub_server):
+    server, messages = stub_server, say(f"Wait.{CALL}")
+    (choice,) = answer(server, messages, tools=[TOOL])["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    (call,) = choice["message"]["tool_calls"]
+    assert (call["type"], call["function"]["name"]) == ("function", "f")
+    assert json.loads(call["function"]["arguments"]) == {"x": "é😀"}
+    assert choice["message"]["content"] == "Wait."
+
+    chunks = streamed(server, messages, tools=[TOOL])
+    assert "".join(chunk["delta"].get("content") or "" for chunk in chunks) == "Wait."
+    calls = [call for chunk in chunks for call in chunk["delta"].get("tool_calls", [])]
+    assert (calls[0]["index"], calls[0]["type"], calls[0]["function"]["name"]) == (0, "function", "f")
+    assert all("id" not in call for call in calls[1:])
+    arguments = "".join(call["function"]["arguments"] for call in calls)
+    assert arguments == choice["message"]["tool_calls"][0]["function"]["arguments"]
+    assert chunks[-1]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_calls_side_by_side_or_only_one(stub_server, stream):
+    def calls(**options) -> tuple[list[str], str]:
+        if stream:
+            chunks = streamed(stub_server, say(CALL * 3 + "."), tools=[TOOL], **options)
+            found = [call for chunk in chunks for call in chunk["delta"].get("tool_calls", []) if "id" in call]
+            return [call["function"]["name"] for call in found], chunks[-1]["finish_reason"]
+        (choice,) = answer(stub_server, say(CALL * 3 + "."), tools=[TOOL], **options)["choices"]
+        return [call["function"]["name"] for call in choice["message"]["tool_calls"]], choice["finish_reason"]
+
+    assert calls() == (["f", "f", "f"], "tool_calls")
+    assert calls(parallel_tool_calls=True) == (["f", "f", "f"], "tool_calls")
+    assert calls(parallel_tool_calls=False) == (["f"], "tool_calls")
+
+
+def test_without_leave_to_call_tools_a_call_is_text(stub_server):
+    for options in ({}, {"tools": [TOOL], "tool_choice": "none"}, {"tools": []}):
+        (choice,) = answer(stub_server, say(CALL), **options)["choices"]
+        assert choice["message"]["content"] == CALL
+        assert choice["finish_reason"] == "stop"
+        assert "tool_calls" not in choice["message"]
+
+
+def test_a_call_that_was_cut_off_is_not_called_complete(stub_server):
+    (choice,) = answer(stub_server, say(CALL), tools=[TOOL], max_tokens=45)["choices"]
+    assert choice["finish_reason"] == "length"
+
+
+def test_the_history_of_calls_goes_to_the_template(stub_server):
+    messages = [
+        {"role": "user", "content": "u"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "t"},
+    ]
+    prompt = '[user]u[assistant]<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>[tool]t[assistant]'
+    whole = answer(stub_server, messages, max_tokens=len(prompt))
+    assert whole["choices"][0]["message"]["content"] == prompt  # The stub repeats what it is told.
+    messages[1]["tool_calls"][0]["function"]["arguments"] = "{"
+    refusal = error(stub_server, messages)
+    assert refusal["param"] == "messages[1]"
+    assert "tool_calls[0].function.arguments is '{'; it must be a JSON object" in refusal["message"]
+
+
+def test_an_answer_can_be_sent_back_as_it_came(stub_server):
+    message = answer(stub_server, say(f"a{CALL}"), tools=[TOOL])["choices"][0]["message"]
+    tool = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "!say:done"}
+    whole = answer(stub_server, [{"role": "user", "content": "go"}, message, tool], tools=[TOOL])
+    assert whole["choices"][0]["message"]["content"] == "done"
+
+
+def test_reasoning_is_told_from_the_answer(start_stub):
+    server = start_stub(reasoning_parser="think")
+    messages = say("<think>Hm.</think>Yes")
+    message = answer(server, messages)["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"].strip()) == ("Hm.", "Yes")
+    chunks = streamed(server, messages)
+    assert "".join(chunk["delta"].get("reasoning_content") or "" for chunk in chunks) == "Hm."
+    assert "".join(chunk["delta"].get("content") or "" for chunk in chunks).strip() == "Yes"
+    opened = answer(server, say("Hm.</think>Yes"), chat_template_kwargs={"enable_thinking": True})
+    assert opened["choices"][0]["message"]["reasoning_content"] == "Hm."
+
+
+def test_variables_of_the_template(stub_server):
+    prompt = "[user]hi[assistant]<think>"
+    whole = answer(stub_server, max_tokens=len(prompt), chat_template_kwargs={"enable_thinking": True})
+    assert whole["choices"][0]["message"]["content"] == prompt
+    assert "'reasoning_effort'" in error(stub_server, reasoning_effort="low")["message"]
+
+
+def test_tools_need_a_parser(start_stub):
+    server = start_stub(tool_call_parser=None)
+    assert "--tool-call-parser" in error(server, tools=[TOOL])["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("tool_choice", "required", 'only "none" or "auto" or null is possible; a call cannot be forced yet'),
+        ("tool_choice", {"type": "function", "function": {"name": "f"}}, "a call cannot be forced yet"),
+        ("response_format", {"type": "json_object"}, "forced formats are not supported yet"),
+        ("response_format", {"type": "json_schema", "json_schema": {}}, "forced formats are not supported yet"),
+        ("frequency_penalty", 0.1, "penalties are not supported yet"),
+        ("logit_bias", {"1": 1}, "only {}"),
+        ("functions", [], "use tools"),
+        ("modalities", ["text", "audio"], "answers are texts"),
+        ("store", True, "chat completions are not stored"),
+        ("service_tier", "priority", "there are no tiers"),
+        ("chat_template", "{{ messages }}", "--allow-request-chat-template"),
+        ("tools", [TOOL | {"type": "custom"}], "'function'"),
+        ("top_logprobs", 3, "top_logprobs needs logprobs"),
+        ("messages", [], "at least 1 item"),
+        ("messages", "hi", "valid list"),
+        ("messages", [{"role": "user"}], "content is missing"),
+        ("messages", [{"role": "king", "content": "x"}], "'system', 'developer', 'user', 'assistant' or 'tool'"),
+        ("messages", [{"role": "user", "content": "x", "mood": "good"}], "messages[0].mood is not supported"),
+        ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], '"image_url"'),
+        ("messages", [{"role": "user", "content": "\ud800"}], "half of a character"),
+        ("messages", [{"role": "tool", "content": "x"}], "needs tool_call_id"),
+        ("messages", [{"role": "user", "content": "x", "tool_calls": []}], "role user has no tool_calls"),
+        ("metadata", {"a": 1}, "valid string"),
+        ("audio", {"voice": "x"}, "answers are texts"),
+        ("max_completion_tokens", 5000, "the context holds 2,048"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(stub_server, field, value, words):
+    refusal = error(stub_server, **{field: value})
+    assert words in refusal["message"]
+    assert refusal["type"] == "invalid_request_error"
+
+
+def test_values_that_ask_for_nothing_are_taken(stub_server):
+    neutral = {
+        "frequency_penalty": 0, "logit_bias": None, "response_format": {"type": "text"}, "tool_choice": "none",
+        "modalities": ["text"], "store": False, "service_tier": "auto", "verbosity": "medium", "n": 1, "tools": None,
+        "parallel_tool_calls": True, "user": "me", "metadata": {"a": "b"}, "prompt_cache_key": "k",
+        "safety_identifier": "me", "logprobs": False, "stream_options": None, "reasoning_effort": None,
+    }  # fmt: skip
+    assert answer(stub_server, say("a"), **neutral)["choices"][0]["message"]["content"] == "a"
+
+
+def test_an_operator_may_end_a_request(stub_server, admin_headers):
+    """It is told as an error: the answer is not complete."""
+    messages = [{"role": "user", "content": "!slow"}]
+    body = {"model": "stub", "messages": messages, "stream": True}
+    with httpx.stream("POST", stub_server.url + PATH, json=body) as response:
+        lines = response.iter_lines()
+        request_id = json.loads(next(lines).removeprefix("data: "))["id"]
+        assert stub_server.run(stub_server.llm.abort(request_id))
+        rest = [line for line in lines if line]
+    assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "request_aborted"

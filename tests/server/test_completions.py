@@ -1,0 +1,212 @@
+"""/v1/completions: its fields, and what is refused."""
+
+import json
+
+import httpx
+import pytest
+
+PATH = "/v1/completions"
+JSON = {"content-type": "application/json"}
+
+
+def post(server, **body) -> httpx.Response:
+    content = json.dumps({"model": server.app.state.server.model_names[0]} | body)  # httpx encodes no half characters
+    return httpx.post(server.url + PATH, content=content, headers=JSON, timeout=30)
+
+
+def answer(server, **body) -> dict:
+    response = post(server, **body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def texts(server, **body) -> list[str]:
+    return [choice["text"] for choice in answer(server, **body)["choices"]]
+
+
+def error(server, **body) -> dict:
+    response = post(server, **body)
+    assert response.status_code == 400, response.text
+    return response.json()["error"]
+
+
+def test_the_whole_answer(stub_server):
+    whole = answer(stub_server, prompt="abc", max_tokens=4)
+    assert whole.pop("id").startswith("cmpl-")
+    assert whole.pop("created") > 1.7e9
+    choice = {"index": 0, "text": "abca", "logprobs": None, "finish_reason": "length", "stop_reason": None}
+    usage = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+    assert whole.pop("usage") == usage | {"prompt_tokens_details": {"cached_tokens": 0}}
+    assert whole == {"object": "text_completion", "model": "stub", "choices": [choice]}
+
+
+def test_sixteen_tokens_are_the_default_or_what_the_context_has_left(stub_server):
+    assert len(texts(stub_server, prompt="a")[0]) == 16
+    assert len(texts(stub_server, prompt="a", max_tokens=None)[0]) == 16
+    assert len(texts(stub_server, prompt="a" * 2043)[0]) == 5
+    message = error(stub_server, prompt="a" * 2043, max_tokens=16)["message"]
+    assert "2,043 tokens and max_tokens is 16; the context holds 2,048" in message
+
+
+def test_the_prompt_in_its_four_forms(stub_server):
+    ids = [[67, 68], [69]]
+    options = {"max_tokens": 3}
+    assert texts(stub_server, prompt="ab", **options) == ["aba"]
+    assert texts(stub_server, prompt=["ab", "c"], **options) == ["aba", "ccc"]
+    assert texts(stub_server, prompt=ids[0], **options) == ["aba"]
+    assert texts(stub_server, prompt=ids, **options) == ["aba", "ccc"]
+
+
+def test_choices_of_several_prompts_are_in_order(stub_server):
+    whole = answer(stub_server, prompt=["ab", "!say:x"], n=2, max_tokens=2)
+    assert [(choice["index"], choice["text"]) for choice in whole["choices"]] == list(enumerate(["ab", "ab", "x", "x"]))
+    assert (whole["usage"]["prompt_tokens"], whole["usage"]["completion_tokens"]) == (8, 8)
+
+
+def test_echo_puts_the_prompt_first(stub_server):
+    assert texts(stub_server, prompt=["ab", "é"], max_tokens=2, echo=True) == ["abab", "éé"]
+    assert texts(stub_server, prompt=[67, 68], max_tokens=2, echo=True) == ["abab"]
+    assert "echo and logprobs" in error(stub_server, prompt="ab", echo=True, logprobs=0)["message"]
+
+
+def test_stop_texts_over_the_border_of_tokens(stub_server):
+    whole = answer(stub_server, prompt="abcdef", max_tokens=50, stop=["zz", "cde"])
+    choice = whole["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("ab", "stop", "cde")
+    assert texts(stub_server, prompt="abcdef", stop="cde", include_stop_str_in_output=True) == ["abcde"]
+
+
+def test_stop_tokens_and_the_least_number_of_tokens(stub_server):
+    choice = answer(stub_server, prompt="abcdef", stop_token_ids=[69])["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("ab", "stop", 69)
+    assert texts(stub_server, prompt="abcdef", stop_token_ids=[69], min_tokens=4) == ["abcdefab"]
+    assert texts(stub_server, prompt="!say:ab") == ["ab"]
+    assert texts(stub_server, prompt="!say:ab", ignore_eos=True, max_tokens=5) == ["abab"]
+    shown = {"ignore_eos": True, "skip_special_tokens": False, "max_tokens": 5}
+    assert texts(stub_server, prompt="!say:ab", **shown) == ["ab</s>ab"]
+
+
+def test_log_probabilities_in_the_old_shape(stub_server):
+    logprobs = answer(stub_server, prompt="a€", max_tokens=5, logprobs=1)["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == ["a", r"bytes:\xe2", r"bytes:\x82", r"bytes:\xac", "a"]
+    assert logprobs["token_logprobs"] == [-0.5] * 5
+    assert logprobs["text_offset"] == [0, 1, 1, 1, 2]
+    assert logprobs["top_logprobs"][0] == {"a": -0.5}
+    two = answer(stub_server, prompt="a", max_tokens=1, logprobs=2)["choices"][0]["logprobs"]
+    assert two["top_logprobs"] == [{"a": -0.5, "b": -1.5}]
+    none = answer(stub_server, prompt="a", max_tokens=1, logprobs=0)["choices"][0]["logprobs"]
+    assert (none["tokens"], none["top_logprobs"]) == (["a"], None)
+
+
+def test_tokens_found_in_the_prefix_cache_are_told(stub_server):
+    prompt = "cached" * 20
+    details = [answer(stub_server, prompt=prompt, cache_salt="s")["usage"]["prompt_tokens_details"] for _ in range(2)]
+    assert [entry["cached_tokens"] for entry in details] == [0, 112]
+    other = answer(stub_server, prompt=prompt, cache_salt="another")["usage"]["prompt_tokens_details"]
+    assert other["cached_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("frequency_penalty", 0.5, "only 0 or null is possible; penalties are not supported yet"),
+        ("presence_penalty", -1, "only 0"),
+        ("repetition_penalty", 1.1, "only 1"),
+        ("logit_bias", {"5": 1}, "only {}"),
+        ("suffix", "x", "only null"),
+        ("best_of", 2, "best_of is 2; only the value of n"),
+        ("response_format", {"type": "json_object"}, "response_format is not supported"),
+        ("guided_json", {}, "guided_json is not supported"),
+        ("n", 129, "less than or equal to 128"),
+        ("n", 0, "greater than or equal to 1"),
+        ("n", "1", "valid integer"),
+        ("n", True, "valid integer"),
+        ("max_tokens", 0, "greater than or equal to 1"),
+        ("max_tokens", 10**30, "less than or equal to"),
+        ("temperature", -0.1, "greater than or equal to 0"),
+        ("temperature", "hot", "valid number"),
+        ("top_p", 0, "greater than 0"),
+        ("top_k", -2, "greater than or equal to -1"),
+        ("min_p", 2, "less than or equal to 1"),
+        ("logprobs", 21, "less than or equal to 20"),
+        ("seed", 2**64, "less than or equal to"),
+        ("stop", [""], "at least one character"),
+        ("stop", ["a"] * 65, "may have 64"),
+        ("stop", "\ud800", "half of a character"),
+        ("cache_salt", "\ud800", "half of a character"),
+        ("prompt", [], "it must be a text"),
+        ("prompt", {"a": 1}, "it must be a text"),
+        ("prompt", ["a", 1], "neither token ids"),
+        ("prompt", ["a"] * 3000, "may have 2048"),
+        ("prompt", "\ud800", "half of a character"),
+        ("prompt", [-1], "token id -1 is not in the vocabulary"),
+        ("prompt", [2**70], "is not in the vocabulary"),
+        ("prompt", "", "is empty"),
+        ("priority", -1, "priority is -1"),
+        ("stream_options", {"include_usage": True}, "stream_options needs stream"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(stub_server, field, value, words):
+    refusal = error(stub_server, **({"prompt": "a", "max_tokens": 1} | {field: value}))
+    assert words in refusal["message"]
+    assert refusal["type"] == "invalid_request_error"
+    assert field in (refusal["param"] or refusal["message"]) or field == "prompt"
+
+
+def test_values_that_ask_for_nothing_are_taken(stub_server):
+    neutral = {
+        "frequency_penalty": 0.0, "presence_penalty": 0, "repetition_penalty": 1.0, "logit_bias": {}, "suffix": None,
+        "n": 1, "best_of": 1, "stop": [], "stream": False, "logprobs": None, "user": "me", "echo": False,
+        "temperature": 1, "top_p": 1, "top_k": -1, "min_p": 0, "seed": -1, "stop_token_ids": [], "min_tokens": 0,
+    }  # fmt: skip
+    assert texts(stub_server, prompt="a", max_tokens=2, **neutral) == ["aa"]
+
+
+def test_a_model_that_is_not_served_is_not_found(stub_server):
+    response = post(stub_server, model="gpt-5", prompt="a")
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("X-Priority", "-1", "X-Priority is -1"),
+        ("X-Priority", "high", "valid integer"),
+        ("X-Timeout-S", "0", "X-Timeout-S is 0"),
+        ("X-Timeout-S", "nan", "X-Timeout-S is nan"),
+        ("X-Queue-Timeout-S", "soon", "valid number"),
+    ],
+)
+def test_headers_that_cannot_be_are_refused(stub_server, name, value, words):
+    response = httpx.post(stub_server.url + PATH, json={"model": "stub", "prompt": "a"}, headers={name: value})
+    assert response.status_code == 400
+    assert words in response.json()["error"]["message"]
+
+
+def test_a_request_may_have_less_time_than_the_server_gives(stub_server):
+    body = {"model": "stub", "prompt": "!slow", "max_tokens": 500}
+    response = httpx.post(stub_server.url + PATH, json=body, headers={"X-Timeout-S": "0.3"})
+    assert response.status_code == 408
+    assert response.json()["error"]["code"] == "timeout"
+
+
+def test_all_prompts_are_taken_in_or_none(stub_server):
+    message = error(stub_server, prompt=["!slow", "!slow", ""], max_tokens=500)["message"]
+    assert "is empty" in message
+    stub_server.wait_until_idle(timeout_s=1.0)
+
+
+def test_the_real_engine_repeats_itself(tiny_server):
+    """Greedy, seeded and cut at any place, and with the tokens of its own log-probabilities."""
+    greedy = answer(tiny_server, prompt="Hello", max_tokens=20, temperature=0, ignore_eos=True, logprobs=3)
+    (choice,) = greedy["choices"]
+    logprobs = choice["logprobs"]
+    assert len(logprobs["tokens"]) == 20
+    for value, top in zip(logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True):
+        assert value == max(top.values())
+        assert len(top) == 3
+    seeded = {"prompt": "Hello", "max_tokens": 20, "seed": 7, "ignore_eos": True, "n": 2, "temperature": 2}
+    first, second = texts(tiny_server, **seeded)
+    assert texts(tiny_server, **seeded) == [first, second]
+    assert first != second

@@ -1,0 +1,193 @@
+"""Many clients at once, of whom a third leaves at a random moment: the others notice nothing, and nothing is left."""
+
+import asyncio
+import contextlib
+import random
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+ANSWER_TIMEOUT_S = 600.0
+_IDLE_METRICS = r"^jaxllm:(?:num_requests_running|num_requests_waiting|kv_cache_usage_perc)\{.*\} (\S+)$"
+
+
+@dataclass(frozen=True)
+class Question:
+    """A request whose answer is always the same: greedy, in float32."""
+
+    prompt: str
+    max_tokens: int
+    is_chat: bool
+
+    async def ask(self, client: httpx.AsyncClient, model: str, *, stream: bool) -> str:
+        body = {"model": model, "max_tokens": self.max_tokens, "temperature": 0, "ignore_eos": True, "stream": stream}
+        if self.is_chat:
+            path, body["messages"] = "/v1/chat/completions", [{"role": "user", "content": self.prompt}]
+        else:
+            path, body["prompt"] = "/v1/completions", self.prompt
+        if not stream:
+            response = await client.post(path, json=body)
+            response.raise_for_status()
+            return self._text(response.json()["choices"][0], "message")
+        text, last = "", ""
+        async with client.stream("POST", path, json=body) as response:
+            response.raise_for_status()
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    (choice,) = httpx.Response(200, text=line[6:]).json()["choices"]
+                    text += self._text(choice, "delta")
+                    last = choice["finish_reason"] or last
+                elif line:
+                    assert line == "data: [DONE]"
+        assert last == "length"
+        return text
+
+    def _text(self, choice: dict, name: str) -> str:
+        return choice[name].get("content", "") if self.is_chat else choice["text"]
+
+
+def make_questions(number: int, max_tokens: Sequence[int], seed: int) -> list[Question]:
+    rng = random.Random(seed)
+    words = [
+        "stone",
+        "river",
+        "lamp",
+        "winter",
+        "seven",
+        "cloud",
+        "paper",
+        "garden",
+        "night",
+        "engine",
+        "silver",
+        "bread",
+    ]
+    return [
+        Question(" ".join(rng.choices(words, k=rng.randint(2, 7))), rng.choice(max_tokens), is_chat=bool(i % 2))
+        for i in range(number)
+    ]
+
+
+async def answers_alone(url: str, model: str, questions: Sequence[Question]) -> list[str]:
+    async with httpx.AsyncClient(base_url=url, timeout=ANSWER_TIMEOUT_S) as client:
+        return [await question.ask(client, model, stream=False) for question in questions]
+
+
+async def run_round(
+    url: str,
+    model: str,
+    questions: Sequence[Question],
+    answers: Sequence[str],
+    *,
+    num_clients: int,
+    seed: int,
+    leave_within_s: float,
+) -> float:
+    """Every third client leaves, if it is not answered by then. Returns how long the round took, in seconds."""
+    rng, start = random.Random(seed), time.monotonic()
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    async with httpx.AsyncClient(base_url=url, timeout=ANSWER_TIMEOUT_S, limits=limits) as client:
+        staying, leaving = [], []
+        for number in range(num_clients):
+            index = rng.randrange(len(questions))
+            asking = asyncio.create_task(questions[index].ask(client, model, stream=rng.random() < 0.5))
+            if number % 3:
+                staying.append((asking, answers[index]))
+            else:
+                leaving.append(asyncio.create_task(_leave(asking, rng.uniform(0.0, leave_within_s))))
+        for asking, answer in staying:
+            assert await asking == answer
+        await asyncio.gather(*leaving)
+    return time.monotonic() - start
+
+
+async def _leave(asking: asyncio.Task, after_s: float) -> None:
+    await asyncio.wait([asking], timeout=after_s)
+    asking.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await asking
+
+
+def memory_bytes(pid: int) -> int:
+    (kib,) = re.findall(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    return int(kib) * 1024
+
+
+def assert_flat(name: str, memory: Sequence[int]) -> None:
+    first = memory[0]
+    assert max(abs(value - first) for value in memory) <= 0.02 * first, f"{name}: {memory}"
+
+
+def test_others_notice_nothing_of_clients_that_leave(tiny_server):
+    questions = make_questions(12, (5, 20, 40), seed=0)
+    answers = asyncio.run(answers_alone(tiny_server.url, "tiny", questions))
+    memory, last_s = [], 1.0
+    for seed in range(4):
+        options = {"num_clients": 60, "seed": seed, "leave_within_s": last_s}
+        last_s = asyncio.run(run_round(tiny_server.url, "tiny", questions, answers, **options))
+        tiny_server.wait_until_idle()
+        assert tiny_server.app.state.server.drain.num_active == 0
+        memory.append(memory_bytes(tiny_server.process.pid))
+    assert_flat("engine", memory[1:])
+
+
+@pytest.mark.nightly
+def test_five_hundred_clients_on_the_demo_model():
+    """Both processes are on their own, so that their memory is theirs. The first round is a warm-up."""
+    command = [sys.executable, "-m", "jaxllm.server.cli", "serve", "smollm2-135m", "--port", "0", "--dtype", "float32"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
+        try:
+            url = _url(server)
+            questions = make_questions(20, (8, 16, 24), seed=1)
+            answers = asyncio.run(answers_alone(url, "smollm2-135m", questions))
+            memory: dict[str, list[int]] = {"server": [], "engine": []}
+            last_s = 30.0
+            for seed in range(11):
+                options = {"num_clients": 500, "seed": seed, "leave_within_s": last_s}
+                last_s = asyncio.run(run_round(url, "smollm2-135m", questions, answers, **options))
+                _wait_until_idle(url)
+                memory["server"].append(memory_bytes(server.pid))
+                memory["engine"].append(memory_bytes(_child(server.pid)))
+                print({name: values[-1] >> 20 for name, values in memory.items()}, f"MiB, {last_s:.1f} s", flush=True)
+            for name, values in memory.items():
+                assert_flat(name, values[1:])
+        finally:
+            server.terminate()
+            server.wait(60)
+
+
+def _url(server: subprocess.Popen) -> str:
+    for line in server.stdout:
+        if match := re.search(r"https?://[\d.]+:\d+", line):
+            url = match[0]
+            break
+    while httpx.get(f"{url}/ready").status_code != 200:
+        time.sleep(0.2)
+    return url
+
+
+def _wait_until_idle(url: str) -> None:
+    deadline = time.monotonic() + 10.0
+    while True:
+        metrics = httpx.get(f"{url}/metrics").text
+        names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        values = [
+            float(value) for name in names for value in re.findall(rf"^jaxllm:{name}(?:{{.*}})? (\S+)$", metrics, re.M)
+        ]
+        if len(values) >= len(names) and not any(values):
+            return
+        assert time.monotonic() < deadline, values
+        time.sleep(0.1)
+
+
+def _child(pid: int) -> int:
+    """The engine's process."""
+    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(child)

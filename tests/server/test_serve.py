@@ -1,0 +1,235 @@
+"""`jaxllm serve` from its first line to its last: start, workers, drain, signals, and no orphans."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from serve_process import ServeProcess
+from streaming_client import Streaming
+
+
+@pytest.fixture
+def run_serve(stub_folder, tmp_path) -> Iterator[Callable[..., ServeProcess]]:
+    started = []
+
+    def run(**options) -> ServeProcess:
+        started.append(ServeProcess(tmp_path, stub_folder, **options))
+        return started[-1]
+
+    yield run
+    for server in started:
+        server.close()
+
+
+def test_it_says_what_it_does(run_serve):
+    server = run_serve()
+    log = "".join(server.lines)
+    assert f"loading {server.processes[0].cmdline()[-1].split(chr(39))[3]}" in log
+    assert "the engine is ready after" in log
+    assert "context of 2,048 tokens, 2,048 pages of 16 tokens" in log
+    assert f"serving at {server.url}/v1, with a page at {server.url}/; no API key is asked for" in log
+    server.signal()
+    assert server.wait() == 0
+    assert "ended" in server.lines[-1]
+    server.assert_no_orphans()
+
+
+def test_logs_can_be_json(run_serve):
+    server = run_serve(log_format="json")
+    httpx.post(server.url + "/v1/completions", json={"model": "stub", "prompt": "ab", "max_tokens": 3})
+    server.wait_for(lambda: any("/v1/completions" in line for line in server.lines))
+    lines = [json.loads(line) for line in server.lines]
+    assert next(line for line in lines if line["event"] == "request")["output_tokens"] == 3
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_keys_do_not_appear_in_logs_nor_answers(run_serve, tmp_path, log_format):
+    key, wrong, admin = "sk-alice-0123456789", "sk-wrong-0123456789", "sk-admin-0123456789"
+    (tmp_path / "keys.json").write_text(json.dumps({"keys": [{"key": key, "name": "alice"}]}))
+    server = run_serve(
+        log_format=log_format, log_level="debug", api_keys_file=str(tmp_path / "keys.json"), admin_key=admin
+    )
+    body = {"model": "stub", "prompt": "ab", "max_tokens": 2}
+    for sent in (key, wrong, admin):
+        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/admin/drain", "/admin/undrain"):
+            for headers in ({"Authorization": f"Bearer {sent}"}, {"X-Api-Key": sent}):
+                assert sent not in httpx.post(server.url + path, json=body, headers=headers).text
+    server.signal()
+    assert server.wait() == 0
+    log = "".join(server.lines)
+    assert "alice" in log, "the line of a request has the name of its key"
+    assert not [secret for secret in (key, wrong, admin) if secret in log]
+
+
+def test_a_signal_lets_running_requests_finish_and_refuses_new_ones(run_serve):
+    server = run_serve()
+    streaming = Streaming(server.url, 40)
+    streaming.wait_until_begun()
+    server.signal()
+    server.wait_for(lambda: httpx.get(server.url + "/ready").status_code == 503)
+    refused = httpx.post(server.url + "/v1/completions", json={"model": "stub", "prompt": "a"})
+    assert refused.status_code == 503
+    assert int(refused.headers["retry-after"]) >= 1
+    assert "shutting down" in refused.json()["error"]["message"]
+    assert httpx.get(server.url + "/health").status_code == 200
+    streaming.assert_complete()
+    assert server.wait() == 0
+    server.assert_no_orphans()
+
+
+@pytest.mark.parametrize("second_signal", [False, True])
+def test_what_does_not_finish_in_time_ends_with_an_error(run_serve, second_signal):
+    server = run_serve(shutdown_timeout_s=30.0 if second_signal else 0.5)
+    streaming = Streaming(server.url, 2000)
+    streaming.wait_until_begun()
+    start = time.monotonic()
+    server.signal()
+    if second_signal:
+        server.wait_for(lambda: httpx.get(server.url + "/ready").status_code == 503)
+        server.signal(signal.SIGINT)
+    streaming.wait()
+    assert server.wait() == 0
+    assert time.monotonic() - start < 5.0
+    assert streaming.error is None, "the stream must end by itself"
+    assert streaming.chunks[-1]["error"]["code"] == "shutting_down"
+    assert streaming.chunks[-1]["error"]["type"] == "server_error"
+    server.assert_no_orphans()
+
+
+def test_an_answer_that_is_not_streamed_ends_with_503_too(run_serve):
+    server = run_serve(shutdown_timeout_s=0.2)
+    answers = []
+    body = {"model": "stub", "prompt": "!slow", "max_tokens": 2000}
+    thread = threading.Thread(
+        target=lambda: answers.append(httpx.post(server.url + "/v1/completions", json=body, timeout=60))
+    )
+    thread.start()
+    server.wait_for(lambda: httpx.get(server.url + "/load").json()["num_running"] == 1)
+    server.signal()
+    thread.join(20)
+    assert answers[0].status_code == 503
+    assert answers[0].json()["error"]["code"] == "shutting_down"
+    assert server.wait() == 0
+
+
+@pytest.mark.parametrize("api_workers", [1, 2])
+def test_nothing_is_left_when_it_is_killed(run_serve, api_workers):
+    server = run_serve(api_workers=api_workers)
+    assert len(server.processes) >= 1 + api_workers
+    streaming = Streaming(server.url, 2000)
+    streaming.wait_until_begun()
+    server.signal(signal.SIGKILL)
+    server.assert_no_orphans()
+    streaming.wait()
+
+
+def test_a_signal_to_the_whole_group_is_one_signal(run_serve):
+    """As Ctrl-C in a terminal, and as service managers do it."""
+    server = run_serve(api_workers=2)
+    streaming = Streaming(server.url, 20)
+    streaming.wait_until_begun()
+    os.killpg(server.process.pid, signal.SIGINT)
+    streaming.assert_complete()
+    assert server.wait() == 0
+    server.assert_no_orphans()
+
+
+def test_a_signal_while_the_model_loads_ends_it_at_once(run_serve):
+    server = run_serve(engine="stub_engine:SlowStartEngine", wait=False)
+    server.wait_for(lambda: any("loading" in line for line in server.lines))
+    server.wait_for(lambda: len(server.find_processes()) >= 2)
+    server.processes = server.find_processes()
+    start = time.monotonic()
+    server.signal()
+    assert server.wait() == 0
+    assert time.monotonic() - start < 8
+    assert "stopped before the engine was ready" in "".join(server.lines)
+    server.assert_no_orphans()
+
+
+def test_several_workers_serve_one_engine(run_serve):
+    server = run_serve(api_workers=2, admin_key="admin-key-of-tests")
+    streams = [Streaming(server.url, 30) for _ in range(12)]
+    with httpx.Client(base_url=server.url) as client:
+        server.wait_for(lambda: client.get("/load").json()["num_running"] == 12)
+        assert client.get("/load").json()["server_load"] == 12
+        for stream in streams:
+            stream.assert_complete()
+        assert client.get("/load").json()["server_load"] == 0
+
+
+def test_an_operator_reaches_all_workers_through_one(run_serve):
+    server = run_serve(api_workers=3, admin_key="admin-key-of-tests")
+    headers = {"Authorization": "Bearer admin-key-of-tests"}
+
+    def statuses() -> set[int]:
+        return {httpx.get(server.url + "/ready").status_code for _ in range(12)}  # each on a connection of its own
+
+    assert statuses() == {200}
+    httpx.post(server.url + "/admin/drain", headers=headers).raise_for_status()
+    assert statuses() == {503}
+    httpx.post(server.url + "/admin/undrain", headers=headers).raise_for_status()
+    assert statuses() == {200}
+
+
+def test_a_worker_that_dies_is_started_again_and_the_others_go_on(run_serve):
+    server = run_serve(api_workers=2)
+    workers = [p for p in server.processes[1:] if "spawn_main" in " ".join(p.cmdline())]
+    assert len(workers) == 2
+    streams = [Streaming(server.url, 60) for _ in range(8)]
+    for stream in streams:
+        stream.wait_until_begun()
+    workers[0].kill()
+    for stream in streams:
+        stream.wait()
+    complete = [stream for stream in streams if stream.error is None]
+    assert complete
+    for stream in complete:
+        stream.assert_complete()
+
+    def num_alive() -> int:
+        return sum("spawn_main" in " ".join(p.cmdline()) for p in server.find_processes()[1:])
+
+    server.wait_for(lambda: num_alive() == 2)
+    server.wait_for(lambda: sum("starting it again" in line for line in server.lines) == 1)
+    for _ in range(10):
+        assert httpx.get(server.url + "/health", timeout=20).status_code == 200
+    server.wait_for(lambda: httpx.get(server.url + "/load", timeout=20).json()["num_running"] == 0)
+    server.processes = server.find_processes()
+    server.signal()
+    assert server.wait() == 0
+    server.assert_no_orphans()
+
+
+def run_command(*arguments: str) -> subprocess.CompletedProcess:
+    command = Path(sys.executable).with_name("jaxllm")
+    return subprocess.run([command, "serve", *arguments], capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_port_that_is_taken_is_told_before_anything_is_loaded():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        for workers in ("1", "2"):
+            result = run_command("smollm2-135m", "--port", str(port), "--api-workers", workers)
+            assert result.returncode == 2
+            assert f"error: cannot listen on host '127.0.0.1', port {port}: Address already in use" in result.stderr
+            assert "the engine is ready" not in result.stderr
+
+
+def test_a_model_that_is_not_there_is_told_in_one_line(tmp_path):
+    result = run_command(str(tmp_path / "nothing"), "--port", "0")
+    assert result.returncode == 2
+    (error,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert "nothing" in error
+    assert "Traceback" not in result.stderr
+    assert not [p for p in psutil.Process().children(recursive=True) if "core_process" in " ".join(p.cmdline())]
