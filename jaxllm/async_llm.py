@@ -20,7 +20,6 @@ from jaxllm.engine.output_processor import OutputProcessor
 from jaxllm.engine.output_stream import OutputStream
 from jaxllm.errors import InvalidRequestError
 from jaxllm.loading.sources import open_checkpoint
-from jaxllm.outputs import OutputDelta
 from jaxllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jaxllm.errors import ConfigError
 from jaxllm.options import refuse_unknown_options
-from jaxllm.scheduler.config import TenantConfig
+from jaxllm.scheduler.config import RETURNS, TenantConfig
 
 DTYPES = ("bfloat16", "float32", "float16")
 SCHEDULING_POLICIES = ("priority", "fcfs", "fair")
@@ -47,6 +47,10 @@ class EngineConfig:
     compilation_cache_dir: where compiled programs persist; auto: ~/.cache/jaxllm, or what JAX is set to; ""
         for none.
     enable_prefix_caching: whether requests share the pages of what their prompts begin with.
+    host_kv_gb: memory of the host, in GB (10^9 bytes), that keeps what the KV cache of the device has no room for, and
+        from where it is copied back when a request needs it; 0 for none.
+    kv_return_by: how what lies there comes back: "copy", "recompute" (it stays there), or "auto", what is estimated
+        to take less time.
     scheduling_policy: who goes first: "priority" (the lower number, then the earlier), "fcfs" (the earlier) or
         "fair" (the tenant that has had the fewest tokens for its weight).
     max_queued_requests: requests that may wait, beyond which new ones are refused; None: no limit.
@@ -74,6 +78,8 @@ class EngineConfig:
     attention_implementation: str | None = None
     compilation_cache_dir: str | None = None
     enable_prefix_caching: bool = True
+    host_kv_gb: float = 0.0
+    kv_return_by: str = "auto"
     scheduling_policy: str = "priority"
     max_queued_requests: int | None = None
     max_queued_tokens: int | None = None
@@ -92,6 +98,15 @@ class EngineConfig:
         if self.scheduling_policy not in SCHEDULING_POLICIES:
             raise ConfigError(
                 f"scheduling_policy is {self.scheduling_policy!r}; it must be one of {', '.join(SCHEDULING_POLICIES)}"
+            )
+        if self.kv_return_by not in RETURNS:
+            raise ConfigError(f"kv_return_by is {self.kv_return_by!r}; it must be one of {', '.join(RETURNS)}")
+        if not (isinstance(self.host_kv_gb, int | float) and 0.0 <= self.host_kv_gb < float("inf")):
+            raise ConfigError(f"host_kv_gb is {self.host_kv_gb!r}; it must be a number, 0 or more")
+        if self.host_kv_gb and not self.enable_prefix_caching:
+            raise ConfigError(
+                f"host_kv_gb is {self.host_kv_gb} and enable_prefix_caching is False: what lies on the host is found "
+                "by the prefix cache. Enable prefix caching, or leave host_kv_gb at 0."
             )
         for name, minimum in _MINIMUMS.items():
             value = getattr(self, name)
@@ -144,6 +159,8 @@ class ResolvedConfig:
     attention_implementation: str | None
     compilation_cache_dir: str
     enable_prefix_caching: bool
+    host_kv_gb: float
+    kv_return_by: str
     scheduling_policy: str
     max_queued_requests: int | None
     max_queued_tokens: int | None
@@ -190,6 +207,8 @@ def resolve(config: EngineConfig, *, platform: str, model_max_len: int) -> Resol
         attention_implementation=config.attention_implementation,
         compilation_cache_dir=str(Path.home() / ".cache" / "jaxllm") if cache_dir is None else cache_dir,
         enable_prefix_caching=config.enable_prefix_caching,
+        host_kv_gb=config.host_kv_gb,
+        kv_return_by=config.kv_return_by,
         scheduling_policy=config.scheduling_policy,
         max_queued_requests=config.max_queued_requests,
         max_queued_tokens=config.max_queued_tokens,

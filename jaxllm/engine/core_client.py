@@ -111,9 +111,7 @@ class CoreClient:
         if self.state == "ready":
             self._send(End(handles, reason))
 
-    async def call(
-        self, name: Literal["abort", "reset_prefix_cache", "profile"], argument: str | bool | None
-    ) -> bool:
+    async def call(self, name: Literal["abort", "reset_prefix_cache", "profile"], argument: str | bool | None) -> bool:
         """Raises what the core says is wrong, or EngineDeadError."""
         self._require_ready()
         number = next(self._call_numbers)

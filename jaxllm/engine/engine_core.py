@@ -1,5 +1,6 @@
 """The loop: schedule a step, launch it, and take in the result of the one before. Token ids in, token ids out."""
 
+import logging
 import random
 import time
 from collections import deque
@@ -19,6 +20,7 @@ from jaxllm.engine.core_output import CoreOutput
 from jaxllm.engine.core_request import CoreRequest
 from jaxllm.engine.engine_info import EngineInfo
 from jaxllm.engine.engine_stats import EngineStats
+from jaxllm.engine.page_mover import Move
 from jaxllm.engine.runner import Runner, StepHandle
 from jaxllm.engine.token_reports import TokenReports
 from jaxllm.errors import ConfigError, InvalidRequestError, OverloadedError
@@ -41,6 +43,9 @@ from jaxllm.scheduler.buckets import pick
 from jaxllm.scheduler.step_batch import StepBatch
 from jaxllm.scheduler.step_plan import StepPlan
 
+logger = logging.getLogger(__name__)
+
+_PAGES_SLEEP_S = 1e-4  # while nothing runs before pages have come
 _MAX_SLEEP_S = 1e-3  # in a merge window, for new requests may end it
 _ENDS = {"abort": RequestStatus.FINISHED_ABORT, "stop": RequestStatus.FINISHED_STOP}
 
@@ -81,7 +86,7 @@ class EngineCore:
             self.runner.start(weights.result())
 
         self.scheduler = Scheduler(_scheduler_config(resolved, self.runner))
-        self.info = _info(config, resolved, checkpoint, model, self.scheduler.config, mesh)
+        self.info = _info(config, resolved, checkpoint, self.runner, model, self.scheduler.config, mesh)
         self._seeds = random.Random(config.seed)
         self._reports = TokenReports(resolved.max_num_seqs)
         self._in_flight: deque[_InFlight] = deque()
@@ -166,13 +171,17 @@ class EngineCore:
         start, self._current = time.perf_counter(), None
         if expired := self.scheduler.expire():
             self._reports.end_all(expired)
+        for move in self.runner.finished_moves():
+            self._take_in_move(move)
         plan = self.scheduler.schedule()
+        self.runner.move_pages(self.scheduler.take_page_moves())
         if plan is not None:
             self._launch(plan)
         if len(self._in_flight) > (0 if plan is None else 1):
             self._take_in()
         elif plan is None:
-            time.sleep(min(self.scheduler.wait_s, _MAX_SLEEP_S))
+            wait_s = _PAGES_SLEEP_S if self.scheduler.is_waiting_for_pages else self.scheduler.wait_s
+            time.sleep(min(wait_s, _MAX_SLEEP_S))
             return self._reports.take()
         self._step_s += time.perf_counter() - start
         return self._reports.take()
@@ -198,6 +207,17 @@ class EngineCore:
         logprobs = handle.logprobs() if wants_logprobs else None
         self._reports.append(plan, output, logprobs, rows_are_theirs=rows_are_theirs)
         self._num_steps += 1
+
+    def _take_in_move(self, move: Move) -> None:
+        """Tells the scheduler of a copy between device and host, and writes what has come where it says."""
+        if move.error is not None:
+            logger.warning("pages could not be %s: %s", move.kind, move.error)
+        if move.ticket is None:
+            self.scheduler.pages_saved(move.slots, is_sound=move.error is None)
+        elif move.error is not None:
+            self.scheduler.load_failed(move.ticket)
+        elif pages := self.scheduler.pages_loaded(move.ticket, move.num_pages, move.seconds):
+            self.runner.write_pages(move, pages)
 
     def recover(self, error: Exception) -> CoreOutput:
         """After a `step` that raised: ends the requests of that step, and of those launched after it, with an error.
@@ -272,6 +292,7 @@ def _info(
     config: EngineConfig,
     resolved: ResolvedConfig,
     checkpoint: Checkpoint,
+    runner: Runner,
     model: Model,
     scheduler: SchedulerConfig,
     mesh: jax.sharding.Mesh,
@@ -284,6 +305,8 @@ def _info(
         vocab_size=model.config.vocab_size,
         page_size=scheduler.page_size,
         num_pages=scheduler.num_pages,
+        num_host_pages=runner.num_host_pages,
+        page_bytes=runner.page_bytes,
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
         dtype=resolved.dtype,
@@ -305,6 +328,8 @@ def _scheduler_config(config: ResolvedConfig, runner: Runner) -> SchedulerConfig
             num_pages=runner.num_pages,
             windows=runner.groups.windows,
             enable_prefix_caching=config.enable_prefix_caching,
+            num_host_pages=runner.num_host_pages,
+            return_by=config.kv_return_by,
             policy=config.scheduling_policy,
             tenants=config.tenants,
             default_tenant=config.default_tenant,

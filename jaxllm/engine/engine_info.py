@@ -13,6 +13,8 @@ class EngineInfo:
 
     model, revision: as given; the tokenizer is read from there.
     num_pages: of the KV cache, the null page included.
+    num_host_pages: of the host's memory that the KV cache may use beside it.
+    page_bytes: of one page, over all devices.
     platform: JAX's name: "cpu", "gpu" or "tpu".
     device: what the hardware is called, such as "TPU v5e".
     eos_token_ids: the model's own end tokens.
@@ -24,6 +26,8 @@ class EngineInfo:
     vocab_size: int
     page_size: int
     num_pages: int
+    num_host_pages: int = 0
+    page_bytes: int = 0
     max_num_seqs: int
     max_num_batched_tokens: int
     dtype: str

@@ -35,6 +35,7 @@ class EngineStats:
     num_free_pages: int = 0
     num_used_pages: int = 0
     num_cached_pages: int = 0
+    num_left_pages: int = 0
     num_host_pages: int = 0
     num_saved_pages: int = 0
     num_loaded_pages: int = 0

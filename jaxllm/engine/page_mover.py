@@ -53,8 +53,8 @@ class PageMover:
     the order of the calls, except that a load may fall behind later saves: it finds in its slots what earlier saves
     put there, and they must not be saved to before it has finished.
 
-    structs: the cache arrays with their shardings. Of arrays that are split over the devices of several hosts, the
-        pool holds what is on this host's.
+    structs: the cache arrays with their shardings, of any number of pages. Of arrays that are split over the devices of
+        several hosts, the pool holds what is on this host's.
     num_host_pages: slots of the pool. They take memory from their first use on.
     mesh: of the shardings.
     max_staged_chunks: chunks on their way that may lie on the device, in each direction.
@@ -69,6 +69,7 @@ class PageMover:
         max_staged_chunks: int = 4,
     ):
         self._structs = list(structs)
+        self.num_host_pages = num_host_pages
         self._mesh = mesh
         self._pools = [np.empty((num_host_pages, *struct.shape[1:]), struct.dtype) for struct in self._structs]
         self._filled_slots: set[int] = set()  # Known to the copying thread only.
@@ -95,8 +96,12 @@ class PageMover:
         """Whether all that was begun has come out of `finished`."""
         return not (self._num_saving or self._num_loading or self._waiting_loads)
 
-    def compile(self) -> None:
-        """Makes all programs; to be called before the first move."""
+    def compile(self, num_pages: int) -> None:
+        """Makes all programs, for caches of so many pages; to be called before the first move."""
+        structs = [
+            jax.ShapeDtypeStruct((num_pages, *struct.shape[1:]), struct.dtype, sharding=struct.sharding)
+            for struct in self._structs
+        ]
         whole = NamedSharding(self._mesh, PartitionSpec())
         shardings = [struct.sharding for struct in self._structs]
         read = jax.jit(_read, out_shardings=shardings)
@@ -109,8 +114,8 @@ class PageMover:
                 for struct in self._structs
             ]
             with jax.set_mesh(self._mesh):
-                self._readers[size] = read.lower(self._structs, pages).compile(options)
-                self._writers[size] = write.lower(self._structs, staging, pages).compile(options)
+                self._readers[size] = read.lower(structs, pages).compile(options)
+                self._writers[size] = write.lower(structs, staging, pages).compile(options)
 
     def save(self, kv_pages: list[Array], moves: Sequence[tuple[int, int]]) -> None:
         """Begins to copy pages to the host, as the launched steps leave them: (page, slot) for each.

@@ -14,13 +14,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.config import ResolvedConfig
 from jaxllm.engine.kv_cache import KV_CACHE_PARTITION, KVCacheLayout, MemoryBudget, memory_limit_bytes
+from jaxllm.engine.page_mover import Move, PageMover
 from jaxllm.engine.sampler import Logprobs
 from jaxllm.engine.step_program import StepResult, make_step
+from jaxllm.errors import ConfigError
 from jaxllm.layers.layer_groups import LayerGroups
 from jaxllm.layers.parameter import activation_dtype
 from jaxllm.models.model import Model
 from jaxllm.models.registry import ModelConfig
 from jaxllm.pallas_kernels.ragged_paged_attention import default_implementation
+from jaxllm.scheduler import PageMoves
 from jaxllm.scheduler.buckets import Bucket, declare_buckets
 from jaxllm.scheduler.step_batch import StepBatch, fields
 from jaxllm.scheduler.windows import num_request_pages
@@ -48,7 +51,7 @@ class StepHandle:
 
 
 class Runner:
-    """Owns the weights, the caches and the programs.
+    """Owns the weights, the caches and the programs, and the host's part of the KV cache.
 
     The constructor compiles the program of the largest bucket, which fits every step; it needs the model's shapes
     only. `start` takes the weights, after which steps can be launched. The other programs are compiled in background
@@ -84,11 +87,14 @@ class Runner:
         self._executor = ThreadPoolExecutor(_COMPILE_THREADS, thread_name_prefix=COMPILE_THREADS_PREFIX)
         self._compiling: list[Future[None]] = []
         self.num_pages = config.num_pages or 0
+        self._mover = self._make_mover()
         self._compile_first()
 
     def start(self, weights: list[jax.Array]) -> None:
         """Takes the weights, in the order of the model's `structs`, and allocates the caches."""
         self._weights = weights
+        if self._mover is not None:
+            self._mover.compile(self.num_pages)
         self._kv_pages = self._layout.allocate(self.num_pages)
         self._last_token_ids = jax.device_put(np.zeros(self._config.max_num_seqs + 1, np.int32), self._whole)
         rest = set(self.buckets) - {self.buckets[-1], self._largest_decode}
@@ -114,6 +120,33 @@ class Runner:
         return StepHandle(result)
 
     @property
+    def num_host_pages(self) -> int:
+        """Pages that the host's memory holds beside the device's."""
+        return 0 if self._mover is None else self._mover.num_host_pages
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page, over all devices."""
+        return self._layout.page_bytes() * self._mesh.shape["model"]
+
+    def move_pages(self, moves: PageMoves) -> None:
+        """Begins copies between the device and the host. Call it before the launch of the step that they go with."""
+        if moves:
+            assert self._mover is not None, "nothing moves without a tier"
+            self._mover.save(self._kv_pages, moves.saves)
+            for ticket, slots in moves.loads:
+                self._mover.load(ticket, slots)
+
+    def finished_moves(self) -> Sequence[Move]:
+        """The copies that have been made since the last call, or have failed. Never waits."""
+        return () if self._mover is None else self._mover.finished()
+
+    def write_pages(self, move: Move, pages: Sequence[int]) -> None:
+        """Puts what was loaded into these pages of the device."""
+        assert self._mover is not None
+        self._kv_pages = self._mover.write(self._kv_pages, move, pages)
+
+    @property
     def is_usable(self) -> bool:
         """Whether a further step can run: not if one has failed on the device, or on its way there, for then the
         caches that it was given are lost. Waits for the steps in flight."""
@@ -124,8 +157,22 @@ class Runner:
         return True
 
     def shutdown(self) -> None:
-        """Gives up the compilations that have not begun."""
+        """Gives up the compilations and copies that have not begun."""
         self._executor.shutdown(wait=True, cancel_futures=True)
+        if self._mover is not None:
+            self._mover.shutdown()
+
+    def _make_mover(self) -> PageMover | None:
+        """None without memory on the host. Raises ConfigError if that does not hold a page."""
+        host_bytes = self._config.host_kv_gb * 1e9
+        if not host_bytes:
+            return None
+        if (num_host_pages := int(host_bytes // self.page_bytes)) < 1:
+            raise ConfigError(
+                f"host_kv_gb is {self._config.host_kv_gb}, and a page of the KV cache has {self.page_bytes / 1e9:.6f} GB. "
+                "Give it room for many, or leave host_kv_gb at 0."
+            )
+        return PageMover(self._layout.structs(1), num_host_pages=num_host_pages, mesh=self._mesh)
 
     @property
     def _largest_decode(self) -> Bucket:
@@ -149,6 +196,8 @@ class Runner:
         num_pages = num_request_pages(
             config.max_model_len, self.groups.windows, config.max_num_batched_tokens, config.page_size
         )
+        if self._mover is not None:
+            limit_bytes -= self._mover.max_staging_bytes // self._mesh.shape["model"]
         at_least, at_most = num_pages + 1, config.max_num_seqs * num_pages + 1
         itemsize = activation_dtype(jnp.dtype(config.dtype), self._platform).itemsize
         num_devices = self._mesh.shape["model"]

@@ -2,13 +2,8 @@
 
 import re
 from math import prod
-from pathlib import Path
-
-import numpy as np
-import pytest
 
 from jaxllm.layers.layer_groups import LayerGroups
-from jaxllm.scheduler import SchedulerConfig, Scheduler, Request
 
 GEMMA3_270M = (512, 512, 512, 512, 512, None) * 3
 GEMMA3_27B = tuple(None if layer % 6 == 5 else 1024 for layer in range(62))

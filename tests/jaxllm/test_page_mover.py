@@ -39,7 +39,7 @@ class Caches:
         sharding = NamedSharding(mesh, PartitionSpec(None, "model"))
         self.struct = jax.ShapeDtypeStruct((NUM_PAGES, *page_shape), jnp.dtype(dtype), sharding=sharding)
         self.mover = PageMover([self.struct] * NUM_LAYERS, num_host_pages=NUM_SLOTS, mesh=mesh, **options)
-        self.mover.compile()
+        self.mover.compile(NUM_PAGES)
         self._rng = np.random.default_rng(0)
         self._matrix = jnp.ones((256, 256))
         self.expected = [self.random_pages(NUM_PAGES) for _ in range(NUM_LAYERS)]
@@ -128,7 +128,7 @@ def test_arrays_may_have_shapes_of_their_own(make_caches):
     struct = caches.struct
     other = jax.ShapeDtypeStruct((NUM_PAGES, 2, 4), jnp.int8, sharding=struct.sharding)
     mover = PageMover([struct, other], num_host_pages=2, mesh=struct.sharding.mesh)
-    mover.compile()
+    mover.compile(NUM_PAGES)
     assert mover.page_bytes == 4 * prod(PAGE_SHAPE) + 8
     kv_pages = [jnp.ones(struct.shape, struct.dtype), jnp.ones(other.shape, other.dtype).at[3].set(5)]
     mover.save(kv_pages, [(3, 1)])
@@ -348,7 +348,7 @@ mesh = jax.make_mesh((1, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 sharding = NamedSharding(mesh, PartitionSpec(None, "model"))
 struct = jax.ShapeDtypeStruct((12, 4, 8, 16), jnp.bfloat16, sharding=sharding)
 mover = PageMover([struct] * 2, num_host_pages=9, mesh=mesh)
-mover.compile()
+mover.compile(12)
 rng = np.random.default_rng(0)
 expected = [rng.standard_normal(struct.shape).astype(struct.dtype) for _ in range(2)]
 kv_pages = [jax.device_put(pages.copy(), sharding) for pages in expected]
