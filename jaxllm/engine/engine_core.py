@@ -86,7 +86,7 @@ class EngineCore:
         self._reports = TokenReports(resolved.max_num_seqs)
         self._in_flight: deque[_InFlight] = deque()
         self._current: StepPlan | None = None  # the plan whose step is being launched or taken in
-        self._num_steps = self._num_padded_tokens = 0
+        self._num_steps = self._num_output_tokens = self._num_padded_tokens = 0
         self._step_s = self._wait_s = 0.0
         self._compilations = Compilations()
 
@@ -198,6 +198,7 @@ class EngineCore:
         logprobs = handle.logprobs() if wants_logprobs else None
         self._reports.append(plan, output, logprobs, rows_are_theirs=rows_are_theirs)
         self._num_steps += 1
+        self._num_output_tokens += len(output.token_ids)
 
     def recover(self, error: Exception) -> CoreOutput:
         """After a `step` that raised: ends the requests of that step, and of those launched after it, with an error.
@@ -230,6 +231,7 @@ class EngineCore:
             host_s=self._step_s - self._wait_s,
             device_wait_s=self._wait_s,
             num_compilations_after_start=self._compilations.number,
+            num_output_tokens=self._num_output_tokens,
             num_padded_tokens=self._num_padded_tokens,
             memory_bytes=memory.get("bytes_in_use"),
             memory_limit_bytes=memory.get("bytes_limit"),
