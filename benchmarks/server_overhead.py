@@ -11,11 +11,11 @@ only counts bytes (byte_counter.py, this process); all on the same cores. Measur
   added    at about 32 requests at once, Poisson arrivals, steps of 10 ms: the median times of a request over HTTP less
            those of the same requests, at the same times, in the engine within this process
 
-The CPU figures are of one core each: of the client, of the HTTP worker, of the engine's process.
+CPU is what an event (or a short answer) costs the HTTP worker, the engine's process and the client, in microseconds:
+figures that hold on a busy machine, too.
 """
 
 import argparse
-import asyncio
 import contextlib
 import itertools
 import json
@@ -26,10 +26,11 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import uvloop
@@ -80,12 +81,13 @@ def measure_streams(process: Process, model: str, num_requests: int, concurrency
     body = {"model": model, "prompt": TEXT, "max_tokens": num_tokens, "stream": True, "ignore_eos": True}
     request = request_bytes(process.url, "/v1/completions", json.dumps(body).encode())
     uvloop.run(closed_loop(process.url, iter([request] * concurrency), concurrency, streams=True))
-    counts, cpu = _with_cpu(process, lambda: closed_loop(process.url, _of(request, num_requests), concurrency, streams=True))
-    tokens_per_s = num_requests * num_tokens / counts.seconds
-    events = counts.num_events - num_requests  # [DONE]
+    requests = itertools.repeat(request, num_requests)
+    load = _Load(process, closed_loop(process.url, requests, concurrency, streams=True))
+    counts, num_all = load.counts, num_requests * num_tokens
+    num_events = counts.num_events - num_requests  # [DONE]
     return (
-        f"{tokens_per_s:>9,.0f} tokens/s  {num_requests * num_tokens / events:6.2f} tokens in an event  "
-        f"TTFT {1e3 * median(counts.first_s):6.1f} ms  {cpu}"
+        f"{num_all / counts.seconds:>9,.0f} tokens/s  {num_all / num_events:6.2f} tokens in an event  "
+        f"TTFT {1e3 * median(counts.first_s):6.1f} ms  {load.cpu(num_events)}"
     )
 
 
@@ -94,8 +96,10 @@ def measure_short(process: Process, model: str, path: str, num_requests: int, co
     body = {"model": model, "max_tokens": 8, "ignore_eos": True} | prompt
     request = request_bytes(process.url, path, json.dumps(body).encode())
     uvloop.run(closed_loop(process.url, iter([request] * concurrency), concurrency, streams=False))
-    counts, cpu = _with_cpu(process, lambda: closed_loop(process.url, _of(request, num_requests), concurrency, streams=False))
-    return f"{num_requests / counts.seconds:>9,.0f} requests/s  median {1e3 * median(counts.whole_s):6.1f} ms  {cpu}"
+    requests = itertools.repeat(request, num_requests)
+    load = _Load(process, closed_loop(process.url, requests, concurrency, streams=False))
+    rate, median_ms = num_requests / load.counts.seconds, 1e3 * median(load.counts.whole_s)
+    return f"{rate:>9,.0f} requests/s  median {median_ms:6.1f} ms  {load.cpu(num_requests)}"
 
 
 def measure_added(model: str, num_requests: int) -> str:
@@ -105,12 +109,14 @@ def measure_added(model: str, num_requests: int) -> str:
         body = {"model": model, "prompt": TEXT, "max_tokens": LATENCY_TOKENS, "stream": True, "ignore_eos": True}
         request = request_bytes(process.url, "/v1/completions", json.dumps(body).encode())
         uvloop.run(closed_loop(process.url, iter([request] * 32), 32, streams=True))
-        counts, cpu = _with_cpu(process, lambda: open_loop(process.url, [request] * num_requests, due_s, streams=True))
+        load = _Load(process, open_loop(process.url, [request] * num_requests, due_s, streams=True))
+    counts = load.counts
     first_s, whole_s = in_process(due_s)
     first_ms = 1e3 * (median(counts.first_s) - median(first_s))
     whole_ms = 1e3 * (median(counts.whole_s) - median(whole_s))
     inside = f"in the process: TTFT {1e3 * median(first_s):.1f} ms, whole {1e3 * median(whole_s):.1f} ms"
-    return f"{first_ms:>9.2f} ms to the first token, {whole_ms:.2f} ms to the end ({inside})  {cpu}"
+    added = f"{first_ms:>9.2f} ms to the first token, {whole_ms:.2f} ms to the end"
+    return f"{added} ({inside})  {load.cpu(counts.num_events)}"
 
 
 def in_process(due_s: Sequence[float]) -> tuple[list[float], list[float]]:
@@ -177,18 +183,18 @@ def serve(model: str, port: int) -> None:
     serve(EngineConfig(model=model), config, engine="free_engine:FreeEngine")
 
 
-def _with_cpu(process: Process, make: "callable") -> tuple[Counts, str]:
-    """Runs a load. Its counts, and what part of a core everybody used."""
-    before, own_before, start = process.cpu_s(), time.process_time(), time.perf_counter()
-    counts = uvloop.run(make())
-    seconds = time.perf_counter() - start
-    own = time.process_time() - own_before
-    worker, core = (after - earlier for after, earlier in zip(process.cpu_s(), before, strict=True))
-    return counts, f"CPU {own / seconds:.0%} {worker / seconds:.0%} {core / seconds:.0%}"
+class _Load:
+    """A load that has run, and what everybody used for it."""
 
+    def __init__(self, process: Process, load: Coroutine[Any, Any, Counts]) -> None:
+        before, own_before = process.cpu_s(), time.process_time()
+        self.counts = uvloop.run(load)
+        self._own_s = time.process_time() - own_before
+        self._worker_s, self._engine_s = (now - then for now, then in zip(process.cpu_s(), before, strict=True))
 
-def _of(request: bytes, number: int) -> Iterator[bytes]:
-    return itertools.repeat(request, number)
+    def cpu(self, number: int) -> str:
+        times = (self._worker_s, self._engine_s, self._own_s)
+        return "CPU {:.0f} + {:.0f} + {:.0f} µs".format(*(1e6 * seconds / number for seconds in times))
 
 
 def _cpu_s(pid: int) -> float:

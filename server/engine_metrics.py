@@ -28,6 +28,7 @@ def engine_metrics(llm: "AsyncLLM", prefix: str, model_name: str) -> Iterator[Me
     maker = _Maker(prefix, model_name)
     yield maker.gauge("engine_up", "1 while the engine takes requests.", float(llm.state == "ready"))
     yield maker.gauge("engine_heartbeat_age_seconds", "Since the engine last told how it is.", llm.heartbeat_age_s)
+    yield maker.counter("engine_losses", "How often the engine died, and with it its requests.", llm.num_restarts)
     yield _cache_config(llm.info, maker)
     if (stats := llm.stats) is None:
         return

@@ -20,9 +20,8 @@ encode_json = msgspec.json.Encoder().encode
 """JSON without spaces; texts must be valid Unicode."""
 
 
-EVENT_STREAM: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
-}
+_EVENT = {"type": "object", "properties": {"event": {"type": "string"}, "data": {"type": "string"}}, "required": ["data"]}
+EVENT_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"itemSchema": _EVENT}}}}
 """For `responses` of a route, beside its whole answer."""
 
 

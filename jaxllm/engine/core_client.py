@@ -142,12 +142,14 @@ class CoreClient:
         socket.connect(self.address)
         self._loop.add_reader(socket.getsockopt(zmq.FD), self._read)
         self._loop.add_reader(self._monitor.getsockopt(zmq.FD), self._notice)
+        self._notice()  # its file descriptor tells of news only after it was asked once
         self._send(Hello())
 
     def _disconnect(self) -> None:
         for socket in (self._socket, self._monitor):
             self._loop.remove_reader(socket.getsockopt(zmq.FD))
         self._socket.disable_monitor()
+        self._monitor.close(0)
         self._socket.close()
 
     def _notice(self) -> None:

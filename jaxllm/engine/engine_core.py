@@ -91,7 +91,7 @@ class EngineCore:
         self._reports = TokenReports(resolved.max_num_seqs)
         self._in_flight: deque[_InFlight] = deque()
         self._current: StepPlan | None = None  # the plan whose step is being launched or taken in
-        self._num_steps = self._num_padded_tokens = 0
+        self._num_steps = self._num_output_tokens = self._num_padded_tokens = 0
         self._step_s = self._wait_s = 0.0
         self._compilations = Compilations()
 
@@ -207,6 +207,7 @@ class EngineCore:
         logprobs = handle.logprobs() if wants_logprobs else None
         self._reports.append(plan, output, logprobs, rows_are_theirs=rows_are_theirs)
         self._num_steps += 1
+        self._num_output_tokens += len(output.token_ids)
 
     def _take_in_move(self, move: Move) -> None:
         """Tells the scheduler of a copy between device and host, and writes what has come where it says."""
@@ -250,6 +251,7 @@ class EngineCore:
             host_s=self._step_s - self._wait_s,
             device_wait_s=self._wait_s,
             num_compilations_after_start=self._compilations.number,
+            num_output_tokens=self._num_output_tokens,
             num_padded_tokens=self._num_padded_tokens,
             memory_bytes=memory.get("bytes_in_use"),
             memory_limit_bytes=memory.get("bytes_limit"),

@@ -16,7 +16,8 @@ router = APIRouter(tags=["operation"])
 
 @router.get("/live")
 async def live(request: Request, caller: Annotated[Caller, Depends(authenticate)]) -> dict[str, Any]:
-    """The engine as it is now, and latencies and rates of the last minute.
+    """The engine as it is now, and latencies and rates of the last minute. `problem` says why requests would not be
+    served now; null when they would be.
 
     Sums count since the engine's start: the difference of two answers is what happened in between.
     """
@@ -25,8 +26,8 @@ async def live(request: Request, caller: Annotated[Caller, Depends(authenticate)
     return {
         "model": server.model_names[0],
         "state": llm.state,
+        "problem": server.watchdog.problem(),
         "is_draining": server.drain.is_draining,
-        "heartbeat_age_s": round(llm.heartbeat_age_s, 3),
         "engine": _engine(llm),
         "recent": server.metrics.recent(),
         **(_now(llm.stats) if llm.stats is not None else {}),
@@ -79,7 +80,7 @@ def _now(stats: "EngineStats") -> Mapping[str, Any]:
             "count": stats.num_steps,
             "host_s": stats.host_s,
             "device_wait_s": stats.device_wait_s,
-            "output_tokens": stats.all_steps.get("num_decode_tokens", 0),
+            "output_tokens": stats.num_output_tokens,
             "decode_tokens": stats.all_steps.get("num_decode_tokens", 0),
             "prefill_tokens": stats.all_steps.get("num_prefill_tokens", 0),
             "draft_tokens": stats.all_steps.get("num_draft_tokens", 0),

@@ -32,10 +32,10 @@ function showView() {
 function showEngine(snapshot, error) {
   let state = "unknown", text;
   if (snapshot) {
-    state = snapshot.is_draining ? "draining" : snapshot.state;
-    text = snapshot.state === "ready" ? snapshot.model : STATES[snapshot.state];
+    const isStuck = snapshot.state === "ready" && snapshot.problem;
+    state = isStuck ? "stuck" : snapshot.is_draining ? "draining" : snapshot.state;
+    text = isStuck ? "the engine is stuck" : snapshot.state === "ready" ? snapshot.model : STATES[snapshot.state];
     if (snapshot.is_draining) text = "takes no new requests";
-    playground.model = snapshot.model;
   } else {
     text = error.status === 401 ? "an API key is needed" : "not reachable";
   }

@@ -118,11 +118,7 @@ export class Live {
       return;
     }
     const now = performance.now() / 1e3;
-    this.#notify(
-      snapshot.state !== "ready" ? `The engine is ${snapshot.state}.`
-      : snapshot.heartbeat_age_s > 5 ? `The engine has said nothing for ${Math.round(snapshot.heartbeat_age_s)} s.`
-      : "",
-    );
+    this.#notify(snapshot.problem ? `Requests are not served now: ${snapshot.problem}.` : "");
     this.#onSnapshot(snapshot);
     if (snapshot.steps) this.#take(now, snapshot);
   }

@@ -5,6 +5,7 @@ import pytest
 
 from jaxllm.config import EngineConfig, ResolvedConfig, resolve
 from jaxllm.errors import ConfigError
+from jaxllm.scheduler import TenantConfig
 
 
 def resolved(platform="cpu", model_max_len=2048, **options):
@@ -15,7 +16,7 @@ def test_the_options_are_these():
     defaults = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
     assert defaults.pop("model") is dataclasses.MISSING
     values = {"tensor_parallel_size": 1, "seed": 0, "enable_prefix_caching": True, "scheduling_policy": "priority"}
-    values |= {"max_wait_ms": 0.0, "min_batch": 1}
+    values |= {"max_wait_ms": 0.0, "min_batch": 1, "tenants": dataclasses.MISSING, "default_tenant": TenantConfig()}
     assert {name: default for name, default in defaults.items() if default is not None} == values
     assert set(defaults) == {
         "revision",
@@ -38,6 +39,8 @@ def test_the_options_are_these():
         "min_batch",
         "tpot_target_ms",
         "ttft_target_ms",
+        "tenants",
+        "default_tenant",
         "seed",
     }
 
@@ -70,6 +73,10 @@ def test_the_options_are_these():
             {"max_num_seqs": 64, "max_num_batched_tokens": 63},
             "max_num_batched_tokens is 63 and max_num_seqs is 64: .* Raise the first or lower the second",
         ),
+        ({"tenants": [1]}, r"tenants is \[1\]; it must be a mapping of names to TenantConfigs"),
+        ({"tenants": {1: TenantConfig()}}, "tenants is {1: .* it must be a mapping of names"),
+        ({"tenants": {"a": {"weight": 2}}}, "the tenant 'a' is {'weight': 2}; it must be a TenantConfig"),
+        ({"default_tenant": None}, "default_tenant is None; it must be a TenantConfig"),
         ({"max_seqs": 3}, r"no option 'max_seqs'\. Did you mean max_num_seqs\?"),
     ],
 )

@@ -68,7 +68,7 @@ def test_requests_without_a_seed_take_theirs_from_that_of_the_engine(tiny_llm, m
     unseeded = SamplingParams(temperature=1.0, ignore_eos=True)
 
     def run(seed):
-        monkeypatch.setattr(tiny_llm.engine, "_seeds", random.Random(seed))
+        monkeypatch.setattr(tiny_llm.engine.core, "_seeds", random.Random(seed))
         return tokens(tiny_llm, [PROMPTS[2]] * 2, unseeded) + tokens(tiny_llm, [PROMPTS[2]], unseeded)
 
     first = run(seed=tiny_llm.engine.config.seed)

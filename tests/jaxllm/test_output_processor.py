@@ -1,12 +1,11 @@
-"""Tokens that a device could have sampled, through the scheduler, to text, reasons and times."""
+"""What a core could tell of its tokens, turned to text, reasons and times."""
 
-import numpy as np
 import pytest
 
-from jaxllm import SamplingParams
+from jaxllm import SamplingParams, TokenLogprobs
+from jaxllm.engine.core_output import CoreOutput
 from jaxllm.engine.output_processor import OutputProcessor
 from jaxllm.loading.sources import open_checkpoint
-from jaxllm.scheduler import Request, RequestStatus, Scheduler, SchedulerConfig
 
 EOS = 2
 
@@ -17,48 +16,53 @@ def tokenizer(tiny_folder):
 
 
 class Script:
-    """A scheduler and an output processor, for which each request's tokens are written beforehand."""
+    """A core whose requests' tokens are written beforehand: `step` tells the next of each, or what is said."""
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
-        self.scheduler = Scheduler(
-            SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64, page_size=8, num_pages=40)
-        )
         self.outputs = OutputProcessor(tokenizer)
-        self.tokens = {}
-        self.heard = {}
-        self.finished = {}
+        self.tokens, self.stops, self.deltas = {}, {}, {}
+        self.time = 0.0
 
-    def add(self, name, text, *, prompt="p", streamed=False, **options):
+    def add(self, name, text, *, prompt="p", **options):
         """A request that will be answered by `text` (or token ids)."""
         ids = self.tokenizer.encode(text) if isinstance(text, str) else text
         params = SamplingParams(temperature=0, **{"max_tokens": len(ids), **options})
-        request = Request(
-            name,
-            self.tokenizer.encode(prompt),
-            max_tokens=params.max_tokens,
-            stop_token_ids=(*params.stop_token_ids, EOS),
-        )
-        self.tokens[name], self.heard[name] = list(ids), []
-        self.scheduler.add_request(request)
-        on_text = self.heard[name].append if streamed else None
-        self.outputs.add(request, prompt=prompt, params=params, on_text=on_text)
+        self.tokens[name], self.deltas[name] = list(ids), []
+        self.stops[name] = {EOS, *params.stop_token_ids}
+        self.outputs.add(name, name, prompt_token_ids=self.tokenizer.encode(prompt), params=params, arrival_time=0.0)
 
-    def step(self):
-        plan = self.scheduler.schedule()
-        requests = self.scheduler.table.requests_of(plan.rows)
-        self.outputs.note_start(requests)
-        sampled = np.array([self.tokens[request.request_id].pop(0) for request in requests], np.int32)
-        finished, stopped = self.outputs.process(self.scheduler.update(plan, sampled))
-        for output in stopped:
-            self.scheduler.finish_request(output.request_id, RequestStatus.FINISHED_STOP)
-        self.finished |= {output.request_id: output for output in finished + stopped}
+    def step(self, num_tokens=1):
+        """Each unfinished request's next tokens, and the end of those that have no more, or a stop token."""
+        output = CoreOutput(self.time)
+        for name, ids in list(self.tokens.items()):
+            new, self.tokens[name] = ids[:num_tokens], ids[num_tokens:]
+            stop = next((number for number, id_ in enumerate(new, 1) if id_ in self.stops[name]), None)
+            output.add_tokens(name, new[:stop])
+            if stop is not None or not self.tokens[name]:
+                output.finished.append((name, "length" if stop is None else "stop", None))
+                del self.tokens[name]
+        return self.take_in(output)
 
-    def run(self):
-        while self.scheduler.has_unfinished_requests:
-            self.step()
-        assert self.outputs.request_ids == []
-        return {name: output.outputs[0] for name, output in self.finished.items()}
+    def take_in(self, output):
+        deltas, stopped = self.outputs.process(output)
+        for name, delta in deltas:
+            self.deltas[name].append(delta)
+        for name in stopped:
+            del self.tokens[name]
+        self.time += 1.0
+        return stopped
+
+    def run(self, num_tokens=1):
+        while self.tokens:
+            self.step(num_tokens)
+        assert self.outputs.keys == []
+
+    def texts(self, name):
+        return [delta.text for delta in self.deltas[name] if delta.text]
+
+    def token_ids(self, name):
+        return [token_id for delta in self.deltas[name] for token_id in delta.token_ids]
 
 
 @pytest.fixture
@@ -66,26 +70,20 @@ def script(tokenizer):
     return Script(tokenizer)
 
 
-def test_a_character_of_several_tokens_is_heard_once_and_whole(script):
-    script.add("a", "aé\U0001f40d!", streamed=True)
-    script.add("b", "aé\U0001f40d!")
-    completions = script.run()
-    assert script.heard["a"] == ["a", "é", "\U0001f40d", "!"]
-    assert completions["a"] == completions["b"]
-    assert completions["a"].text == "aé\U0001f40d!"
-    assert len(completions["a"].token_ids) == 8
+def test_a_character_of_several_tokens_is_told_once_and_whole(script):
+    script.add("a", "aé\U0001f40d!")
+    script.run()
+    assert script.texts("a") == ["a", "é", "\U0001f40d", "!"]
+    assert len(script.token_ids("a")) == 8
 
 
 def test_an_incomplete_character_at_the_end_is_a_replacement_character(script):
-    ids = script.tokenizer.encode("a\U0001f40d")[:-1]
-    script.add("a", ids, streamed=True)
-    script.add("b", ids)
-    completions = script.run()
-    assert script.heard["a"] == ["a", "\ufffd"]
-    assert completions["a"].text == completions["b"].text == "a\ufffd"
+    script.add("a", script.tokenizer.encode("a\U0001f40d")[:-1])
+    script.run()
+    assert script.texts("a") == ["a", "\ufffd"]
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 100])
 @pytest.mark.parametrize(
     ("text", "options", "expected", "reason", "stop_reason"),
     [
@@ -103,70 +101,89 @@ def test_an_incomplete_character_at_the_end_is_a_replacement_character(script):
         ("on<s>e", {"skip_special_tokens": False}, "on<s>e", "length", None),
         # The text of the token that ended the output is not looked at.
         ("one</s>two", {"stop": "</s>", "skip_special_tokens": False}, "one", "stop", None),
+        # Stop strings count from the tokens after min_tokens on, and those that end in them.
+        ("one one", {"stop": "ne", "min_tokens": 3}, "one o", "stop", "ne"),
+        ("one one", {"stop": "ne", "min_tokens": 2}, "one o", "stop", "ne"),
+        ("one one", {"stop": "ne", "min_tokens": 1}, "o", "stop", "ne"),
+        ("one one", {"stop": "ne", "min_tokens": 7}, "one one", "length", None),
     ],
 )
-def test_the_text_ends_where_the_request_does(script, text, options, expected, reason, stop_reason, streamed):
-    script.add("a", text, streamed=streamed, **options)
-    completion = script.run()["a"]
-    assert (completion.text, completion.finish_reason, completion.stop_reason) == (expected, reason, stop_reason)
-    if streamed:
-        assert "".join(script.heard["a"]) == expected
-        assert all(script.heard["a"])
+def test_the_text_ends_where_the_request_does(script, text, options, expected, reason, stop_reason, num_tokens):
+    """However many tokens come at once."""
+    script.add("a", text, **options)
+    script.run(num_tokens)
+    last = script.deltas["a"][-1]
+    assert "".join(script.texts("a")) == expected
+    assert (last.finish_reason, last.stop_reason) == (reason, stop_reason)
+    assert [delta.finish_reason for delta in script.deltas["a"][:-1]] == [None] * (len(script.deltas["a"]) - 1)
+    assert last.metrics.num_output_tokens == len(script.token_ids("a"))
 
 
-def test_a_stop_string_may_begin_in_one_token_and_end_in_a_later_one(script):
-    script.add("a", "one two three", streamed=True, stop=["two t", "xyz"])
+@pytest.mark.parametrize("num_tokens", [1, 3, 100])
+def test_a_stop_string_ends_the_tokens_with_the_one_that_completes_it(script, num_tokens):
+    script.add("a", "one two three", stop=["two t", "xyz"])
     script.add("b", "x" * 40)
-    completions = script.run()
-    assert script.heard["a"] == ["o", "n", "e", " "]
-    assert completions["a"].token_ids == script.tokenizer.encode("one two t")
-    assert completions["b"].text == "x" * 40
+    while "a" in script.tokens:
+        stopped = script.step(num_tokens)
+    assert stopped == (["a"] if num_tokens < 100 else [])  # else the core has ended it itself
+    assert "".join(script.texts("a")) == "one "
+    assert script.token_ids("a") == script.tokenizer.encode("one two t")
+    script.run(num_tokens)
+    assert "".join(script.texts("b")) == "x" * 40
 
 
-@pytest.mark.parametrize(("streamed", "heard"), [(False, []), (True, ["a", "b"])])
-def test_an_aborted_request_gives_what_it_has(script, streamed, heard):
-    script.add("a", "ab\U0001f40d", streamed=streamed, stop=["never"] if streamed else None)
-    script.add("waits", "abc")
-    for _ in range(4):
-        script.step()
-    assert script.heard["a"] == heard
-    assert script.scheduler.abort_request("a")
-    output = script.outputs.finish("a")
-    assert output.outputs[0].text == "ab\ufffd"
-    assert output.outputs[0].finish_reason == "abort"
-    assert "".join(script.heard["a"]) == ("ab\ufffd" if streamed else "")
-    assert "a" not in script.outputs.request_ids
-
-
-def test_what_was_held_back_for_a_stop_string_is_heard_at_the_end(script):
-    script.add("a", "the en", streamed=True, stop="end")
-    assert script.run()["a"].text == "the en"
-    assert script.heard["a"][-1] == "en"
-
-
-def test_times_are_taken_when_things_first_happen(script, monkeypatch):
-    clock = iter(range(100))
-    monkeypatch.setattr("time.monotonic", lambda: next(clock))
-    script.add("a", "abc")
+def test_what_comes_after_the_end_is_dropped(script):
+    """The core runs on for a step or two before it hears of a stop string."""
+    script.add("a", "one two", stop="ne")
     for _ in range(3):
         script.step()
-    metrics = script.finished["a"].metrics
-    assert metrics.arrival_time == 0.0  # As the request says.
-    assert (metrics.first_scheduled_time, metrics.first_token_time, metrics.finished_time) == (0, 1, 3)
-    assert metrics.num_output_tokens == 3
+    late = CoreOutput(9.0, keys=["a"], token_ids=[5], finished=[("a", "length", None)])
+    assert script.outputs.process(late) == ([], [])
 
 
-def test_a_listener_that_raises_loses_nobody(script, monkeypatch):
-    """Neither who ends in this step nor the others: what all have so far can still be asked for."""
-    script.add("stopped", "one two", stop="ne")
-    script.add("deaf", "abc", streamed=True)
-    script.step()
-    script.step()
+def test_logprobs_go_with_their_tokens(script):
+    script.add("a", "one two", stop="ne", logprobs=0)
+    ids = script.tokenizer.encode("one two")
+    output = CoreOutput(1.0)
+    output.add_tokens("a", ids, [TokenLogprobs(id_, -1.0, []) for id_ in ids])
+    script.take_in(output)
+    [delta] = script.deltas["a"]
+    assert delta.token_ids == [token.token_id for token in delta.logprobs] == ids[:3]
 
-    def raise_error(text):
-        raise RuntimeError("deaf")
 
-    script.outputs._records["deaf"].on_text = raise_error
-    with pytest.raises(RuntimeError, match="deaf"):
+def test_an_end_without_tokens_tells_what_was_held_back(script):
+    script.add("a", "ab\U0001f40d")
+    script.add("b", "the en", stop="end", max_tokens=99)
+    for _ in range(6):
         script.step()
-    assert script.outputs.request_ids == ["stopped", "deaf"]
+    script.take_in(CoreOutput(9.0, finished=[("a", "abort", None), ("b", "error", "the device is gone")]))
+    assert "".join(script.texts("a")) == "ab\U0001f40d"
+    assert "".join(script.texts("b")) == "the en"
+
+
+def test_an_aborted_request_gives_the_text_that_was_held_back(script):
+    script.add("a", "ab\U0001f40d", stop=["never"])
+    for _ in range(4):
+        script.step()
+    assert script.texts("a") == ["a", "b"]
+    script.take_in(CoreOutput(9.0, finished=[("a", "abort", None)]))
+    last = script.deltas["a"][-1]
+    assert (last.text, last.token_ids, last.finish_reason) == ("\ufffd", [], "abort")
+    assert script.outputs.keys == []
+
+
+def test_an_error_is_told(script):
+    script.add("a", "abc")
+    _, delta = script.outputs.finish("a", "error", "the device is gone", now=3.0)
+    assert (delta.finish_reason, delta.error, delta.metrics.finished_time) == ("error", "the device is gone", 3.0)
+    assert script.outputs.keys == []
+
+
+def test_times_are_taken_when_things_first_happen(script):
+    script.add("a", "abc")
+    script.take_in(CoreOutput(1.0, started=[("a", 0.5, 16)]))
+    script.run()
+    metrics = script.deltas["a"][-1].metrics
+    assert metrics.arrival_time == 0.0
+    assert (metrics.first_scheduled_time, metrics.first_token_time, metrics.finished_time) == (0.5, 1.0, 3.0)
+    assert (metrics.num_output_tokens, metrics.num_cached_tokens) == (3, 16)

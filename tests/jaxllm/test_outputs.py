@@ -10,7 +10,14 @@ def names(cls):
 
 
 def test_the_fields_have_vllm_names():
-    assert names(CompletionOutput) == ["index", "text", "token_ids", "finish_reason", "stop_reason"]
+    assert names(CompletionOutput) == [
+        "index",
+        "text",
+        "token_ids",
+        "finish_reason",
+        "stop_reason",
+        "logprobs",
+    ]
     assert names(RequestOutput) == [
         "request_id",
         "prompt",
@@ -57,5 +64,5 @@ def test_repr_shows_the_text_and_spares_the_prompt_tokens():
     )
     assert repr(output) == (
         "RequestOutput(request_id='7', prompt='Hello', outputs=[CompletionOutput(index=0, text=' world', "
-        "token_ids=[995], finish_reason=None, stop_reason=None)], finished=False, metrics=None)"
+        "token_ids=[995], finish_reason=None, stop_reason=None, logprobs=None)], finished=False, metrics=None)"
     )

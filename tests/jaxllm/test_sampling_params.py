@@ -19,12 +19,15 @@ def test_the_options_are_these_with_vllm_defaults():
         "top_k": 0,
         "min_p": 0.0,
         "seed": None,
+        "n": 1,
         "max_tokens": 16,
+        "min_tokens": 0,
         "stop": None,
         "stop_token_ids": None,
         "ignore_eos": False,
         "include_stop_str_in_output": False,
         "skip_special_tokens": True,
+        "logprobs": None,
     }
     assert list(inspect.signature(SamplingParams).parameters) == list(defaults)
 
@@ -58,12 +61,15 @@ def test_an_unknown_option_is_refused_with_the_closest_and_the_known_ones():
         "top_k": [-2, 1.0, 2.5, 2**31, "1", None, True, np.float32(3), np.int64(-2), np.True_],
         "min_p": [-0.1, 1.1, math.nan, "0", None, False],
         "seed": [2**64, -(2**63) - 1, 0.5, "7", True],
+        "n": [0, -1, 129, 1.0, "2", None, True],
         "max_tokens": [0, -1, 1.0, "16", True, math.nan],
+        "min_tokens": [-1, 17, 1.0, "1", None, True],
         "stop": ["", [""], ["a", ""], 5, ["a", 5], [None], b"a", {"a"}, ("a", [])],
         "stop_token_ids": [5, "5", [-1], [1, -1], [1.0], ["1"], [True], [2**31], [None], {5}],
         "ignore_eos": [0, 1, "yes", None],
         "include_stop_str_in_output": [1],
         "skip_special_tokens": [None],
+        "logprobs": [-1, 21, 1.0, "1", True],
     }.items(),
 )
 def test_a_bad_value_is_refused_by_name(name, values):
@@ -80,7 +86,10 @@ def test_a_bad_value_is_refused_by_name(name, values):
         "top_k": [0, 1, 2**31 - 1],
         "min_p": [0, 0.05, 1],
         "seed": [0, -2, -(2**63), 2**64 - 1, None],
+        "n": [1, 128],
         "max_tokens": [1, 10**12, None],
+        "min_tokens": [0, 16],
+        "logprobs": [0, 20, None],
         "ignore_eos": [True, False],
     }.items(),
 )
@@ -139,6 +148,21 @@ def test_seed_bits_are_the_seed_and_differ_for_other_seeds():
     bits = {SamplingParams(seed=seed).seed_uint32() for seed in seeds}
     assert len(bits) == len(seeds)
     assert all(0 <= value < 2**32 for value in bits)
+
+
+def test_each_continuation_has_a_seed_of_its_own():
+    params = SamplingParams(n=128, seed=2**32 - 1)
+    assert params.seeds() == SamplingParams(n=128, seed=2**32 - 1).seeds()
+    assert params.seeds()[0] == SamplingParams(seed=2**32 - 1).seed_uint32()
+    assert len(set(params.seeds())) == 128
+    assert all(0 <= seed < 2**32 for seed in params.seeds())
+    assert SamplingParams(n=3).seeds() == [None] * 3
+
+
+def test_min_tokens_may_not_exceed_max_tokens():
+    with pytest.raises(InvalidRequestError, match=r"min_tokens is 5; it must be .*max_tokens\], which is 4"):
+        SamplingParams(min_tokens=5, max_tokens=4)
+    assert SamplingParams(min_tokens=500, max_tokens=None).min_tokens == 500
 
 
 def test_without_a_seed_each_call_draws_fresh_bits():

@@ -17,18 +17,19 @@ def rescheduled():
     own = {}
 
     def change(llm, **settings):
-        while llm.engine._in_flight:
-            llm.engine.step()
-        scheduler = own.setdefault(llm.engine, llm.engine.scheduler)
-        llm.engine.scheduler.check_integrity()
-        llm.engine.scheduler = Scheduler(dataclasses.replace(scheduler.config, **settings))
-        return llm.engine.scheduler
+        core = llm.engine.core
+        while core._in_flight:
+            core.step()
+        scheduler = own.setdefault(core, core.scheduler)
+        core.scheduler.check_integrity()
+        core.scheduler = Scheduler(dataclasses.replace(scheduler.config, **settings))
+        return core.scheduler
 
     yield change
-    for engine, scheduler in own.items():
-        engine._in_flight.clear()
-        engine.scheduler.check_integrity()
-        engine.scheduler = scheduler
+    for core, scheduler in own.items():
+        core._in_flight.clear()
+        core.scheduler.check_integrity()
+        core.scheduler = scheduler
         assert scheduler.reset_prefix_cache()  # Others have written to its pages.
 
 

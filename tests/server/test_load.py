@@ -4,15 +4,17 @@ import asyncio
 import contextlib
 import random
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
+from serve_process import ServeProcess
+
+from jaxllm.server.serve import ENGINE
 
 ANSWER_TIMEOUT_S = 600.0
 _IDLE_METRICS = r"^jaxllm:(?:num_requests_running|num_requests_waiting|kv_cache_usage_perc)\{.*\} (\S+)$"
@@ -115,11 +117,6 @@ async def _leave(asking: asyncio.Task, after_s: float) -> None:
         await asking
 
 
-def memory_bytes(pid: int) -> int:
-    (kib,) = re.findall(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-    return int(kib) * 1024
-
-
 def assert_flat(name: str, memory: Sequence[int]) -> None:
     first = memory[0]
     assert max(abs(value - first) for value in memory) <= 0.02 * first, f"{name}: {memory}"
@@ -134,60 +131,37 @@ def test_others_notice_nothing_of_clients_that_leave(tiny_server):
         last_s = asyncio.run(run_round(tiny_server.url, "tiny", questions, answers, **options))
         tiny_server.wait_until_idle()
         assert tiny_server.app.state.server.drain.num_active == 0
-        memory.append(memory_bytes(tiny_server.process.pid))
+        memory.append(psutil.Process(tiny_server.process.pid).memory_info().rss)
     assert_flat("engine", memory[1:])
 
 
 @pytest.mark.nightly
-def test_five_hundred_clients_on_the_demo_model():
+def test_five_hundred_clients_on_the_demo_model(tmp_path):
     """Both processes are on their own, so that their memory is theirs. The first round is a warm-up."""
-    command = [sys.executable, "-m", "jaxllm.server.cli", "serve", "smollm2-135m", "--port", "0", "--dtype", "float32"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
-        try:
-            url = _url(server)
-            questions = make_questions(20, (8, 16, 24), seed=1)
-            answers = asyncio.run(answers_alone(url, "smollm2-135m", questions))
-            memory: dict[str, list[int]] = {"server": [], "engine": []}
-            last_s = 30.0
-            for seed in range(11):
-                options = {"num_clients": 500, "seed": seed, "leave_within_s": last_s}
-                last_s = asyncio.run(run_round(url, "smollm2-135m", questions, answers, **options))
-                _wait_until_idle(url)
-                memory["server"].append(memory_bytes(server.pid))
-                memory["engine"].append(memory_bytes(_child(server.pid)))
-                print({name: values[-1] >> 20 for name, values in memory.items()}, f"MiB, {last_s:.1f} s", flush=True)
-            for name, values in memory.items():
-                assert_flat(name, values[1:])
-        finally:
-            server.terminate()
-            server.wait(60)
+    engine_options = {"dtype": "float32", "compilation_cache_dir": ""}
+    server = ServeProcess(tmp_path, Path("smollm2-135m"), engine=ENGINE, wait=False, engine_options=engine_options)
+    try:
+        server.wait_for(lambda: server.url, 600.0)
+        own, engine = server.find_processes()
+        questions = make_questions(20, (8, 16, 24), seed=1)
+        answers = asyncio.run(answers_alone(server.url, "stub", questions))
+        memory: dict[str, list[int]] = {"server": [], "engine": []}
+        last_s = 30.0
+        for seed in range(11):
+            options = {"num_clients": 500, "seed": seed, "leave_within_s": last_s}
+            last_s = asyncio.run(run_round(server.url, "stub", questions, answers, **options))
+            server.wait_for(lambda: _is_idle(server.url), 10.0)
+            memory["server"].append(own.memory_info().rss)
+            memory["engine"].append(engine.memory_info().rss)
+            print({name: values[-1] >> 20 for name, values in memory.items()}, f"MiB, {last_s:.1f} s", flush=True)
+        for name, values in memory.items():
+            assert_flat(name, values[1:])
+    finally:
+        server.close()
 
 
-def _url(server: subprocess.Popen) -> str:
-    for line in server.stdout:
-        if match := re.search(r"https?://[\d.]+:\d+", line):
-            url = match[0]
-            break
-    while httpx.get(f"{url}/ready").status_code != 200:
-        time.sleep(0.2)
-    return url
-
-
-def _wait_until_idle(url: str) -> None:
-    deadline = time.monotonic() + 10.0
-    while True:
-        metrics = httpx.get(f"{url}/metrics").text
-        names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-        values = [
-            float(value) for name in names for value in re.findall(rf"^jaxllm:{name}(?:{{.*}})? (\S+)$", metrics, re.M)
-        ]
-        if len(values) >= len(names) and not any(values):
-            return
-        assert time.monotonic() < deadline, values
-        time.sleep(0.1)
-
-
-def _child(pid: int) -> int:
-    """The engine's process."""
-    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return int(child)
+def _is_idle(url: str) -> bool:
+    """No request runs or waits, and all pages are free."""
+    values = [float(value) for value in re.findall(_IDLE_METRICS, httpx.get(f"{url}/metrics").text, re.MULTILINE)]
+    assert len(values) == 3
+    return not any(values)

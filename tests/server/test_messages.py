@@ -138,10 +138,10 @@ def test_thinking_and_calls_are_blocks_of_their_own(client):
 
 
 def test_a_call_that_is_cut_off_is_passed_on(client):
-    whole = client.messages.create(model="stub", max_tokens=59, messages=said(CALL), tools=TOOLS)
+    whole = client.messages.create(model="stub", max_tokens=60, messages=said(CALL), tools=TOOLS)
     assert whole.stop_reason == "max_tokens"
     assert whole.content[0].input == {"INVALID_JSON": '{"city": "Bern"'}
-    with client.messages.stream(model="stub", max_tokens=59, messages=said(CALL), tools=TOOLS) as stream:
+    with client.messages.stream(model="stub", max_tokens=60, messages=said(CALL), tools=TOOLS) as stream:
         assert stream.get_final_message().content[0].input == {"city": "Bern"}  # as the client understands it
 
 

@@ -8,8 +8,10 @@ from types import SimpleNamespace
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from serve_process import ServeProcess
 
 from jaxllm import EngineInfo, EngineStats, SamplingParams
 from jaxllm.server.finished_request import FinishedRequest
@@ -64,7 +66,9 @@ def fake_llm(**stats) -> SimpleNamespace:
         eos_token_ids=(2,),
         enable_prefix_caching=True,
     )
-    return SimpleNamespace(info=info, state="ready", heartbeat_age_s=0.1, stats=EngineStats(time=1.0, **stats))
+    return SimpleNamespace(
+        info=info, state="ready", heartbeat_age_s=0.1, num_restarts=0, stats=EngineStats(time=1.0, **stats)
+    )
 
 
 def samples(text: bytes) -> dict[tuple[str, ...], float]:
@@ -307,18 +311,40 @@ def test_a_live_server_counts_what_its_clients_are_told(start_stub):
     assert found["vllm:engine_up",] == 1
 
 
+def test_each_of_several_workers_answers_for_all(stub_folder, tmp_path):
+    server = ServeProcess(tmp_path, stub_folder, api_workers=3)
+    try:
+        body = {"model": "stub", "prompt": "abc", "max_tokens": 5}
+        for _ in range(24):  # a connection each: they spread over the workers
+            httpx.post(f"{server.url}/v1/completions", json=body).raise_for_status()
+        for _ in range(6):
+            found = scrape(server)
+            assert found["jaxllm:generation_tokens_total",] == 24 * 5
+            assert found["jaxllm:request_success_total", "finished_reason=length"] == 24
+            assert httpx.get(f"{server.url}/live").json()["recent"]["ttft_ms"]["count"] == 24
+        files = [path for process in server.processes for path in _mapped_counts(process)]
+        assert len(files) == len(set(files)) == 3
+    finally:
+        server.close()
+
+
+def _mapped_counts(process: psutil.Process) -> list[str]:
+    return [mapping.path for mapping in process.memory_maps() if "/counts-" in mapping.path]
+
+
 def test_live_answers_with_the_engine_and_the_last_minute(start_stub):
     server = start_stub()
     with httpx.Client(base_url=server.url) as client:
-        body = {"model": "stub", "prompt": "!slow ab", "max_tokens": 40, "stream": True}
+        body = {"model": "stub", "prompt": "!slow ab", "max_tokens": 1000, "stream": True}
         with client.stream("POST", "/v1/completions", json=body) as stream:
             next(stream.iter_lines())
-            server.wait_for(lambda: client.get("/live").json()["num_running"] == 1)
-            during = client.get("/live").json()
+            during: dict = {}
+            server.wait_for(lambda: during.update(client.get("/live").json()) or during["num_running"] == 1)
         server.wait_until_idle()
         after = client.get("/live").json()
     assert during["model"] == "stub"
     assert during["state"] == "ready"
+    assert during["problem"] is None
     assert during["requests"]["decoding"] + during["requests"]["prefilling"] == 1
     assert during["pages"]["device"]["used"] > 0
     assert during["recent"]["ttft_ms"]["count"] == 1

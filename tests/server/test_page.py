@@ -251,6 +251,29 @@ def test_a_refusal_is_shown_and_the_question_handed_back(stub_server, open_page)
     assert alert.count() == 0
 
 
+def test_an_engine_that_is_stuck_is_seen_to_be(start_stub, open_page):
+    server = start_stub(watchdog_s=1.0)
+    page = open_page(server)
+    is_ready(page)
+    page.fill("#prompt", "!hang")
+    page.press("#prompt", "Enter")
+    page.wait_for_selector('#engine-dot[data-state="stuck"]')
+    assert page.inner_text("#engine-text") == "the engine is stuck"
+    page.click("nav >> text=Live")
+    assert page.locator("#live-notice").inner_text().startswith("Requests are not served now: ")
+
+
+def test_a_server_that_is_gone_is_seen_to_be_and_so_is_its_return(stub_server, open_page):
+    page = open_page(stub_server, "#live")
+    is_ready(page)
+    page.route("**/live", lambda route: route.abort())
+    page.wait_for_selector('#engine-dot[data-state="unknown"]')
+    assert page.locator("#live-notice").inner_text() == "The server cannot be reached. Trying again…"
+    page.unroute("**/live")
+    is_ready(page)
+    assert page.locator("#live-notice").is_hidden()
+
+
 def test_text_of_a_model_is_never_markup(stub_server, open_page):
     page = open_page(stub_server)
     page.fill("#prompt", "!say:<img/src=x/onerror=alert(1)><b>")
