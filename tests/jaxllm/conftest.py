@@ -130,6 +130,7 @@ def generate(
     max_tokens: int | Sequence[int],
     *,
     num_pages: int | None = None,
+    enable_prefix_caching: bool = True,
     on_plan: Callable[[Scheduler], None] = lambda scheduler: None,
     **options,
 ) -> list[list[int]]:
@@ -142,6 +143,7 @@ def generate(
             page_size=config.page_size,
             num_pages=num_pages or runner.num_pages,
             windows=runner.groups.windows,
+            enable_prefix_caching=enable_prefix_caching,
         )
     )
     limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens

@@ -2,8 +2,16 @@
 
 import re
 from math import prod
+from pathlib import Path
 
+import numpy as np
+import pytest
+from tiny_models import write_tiny_model
+
+from jaxllm import LLM
 from jaxllm.layers.layer_groups import LayerGroups
+from jaxllm.scheduler import Request, Scheduler, SchedulerConfig
+from jaxllm.scheduler.windows import num_request_pages
 
 GEMMA3_270M = (512, 512, 512, 512, 512, None) * 3
 GEMMA3_27B = tuple(None if layer % 6 == 5 else 1024 for layer in range(62))
@@ -57,3 +65,109 @@ def test_arrays_pass_from_layer_to_layer_without_a_copy(tiny_model):
         assert found, "the pattern does not fit XLA's text any more"
         assert not [dims for dims, _ in found if prod(map(int, dims.split(","))) >= size], bucket
     runner.shutdown()
+
+
+# The tokens
+
+
+@pytest.fixture(scope="module")
+def gemma3(tiny_model):
+    """A runner and its config, prompts longer than the window of 8, and how transformers continues them."""
+    runner, config = tiny_model("gemma3").start_runner(page_size=4, num_pages=200, max_num_batched_tokens=16)
+    runner.wait_until_compiled()
+    with np.load(Path(__file__).parent.parent / "data" / "tiny_goldens" / "gemma3.npz") as golden:
+        ends = np.cumsum(golden["prompt_lens"])
+        prompts = [
+            golden["prompt_ids"][end - n : end].tolist() for end, n in zip(ends, golden["prompt_lens"], strict=True)
+        ]
+        expected = golden["greedy_ids"].tolist()
+    assert max(map(len, prompts)) > 40
+    yield runner, config, prompts, expected
+    runner.shutdown()
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+@pytest.mark.parametrize("num_repeats", [1, 3])
+def test_tokens_are_those_of_transformers(gemma3, generate, enable_prefix_caching, num_repeats):
+    """In chunks of 16 tokens, one after the other and, from the second time on, from the pages of the first."""
+    runner, config, prompts, expected = gemma3
+    stats = []
+    tokens = generate(
+        runner,
+        config,
+        prompts * num_repeats,
+        max_tokens=24,
+        enable_prefix_caching=enable_prefix_caching,
+        on_plan=lambda scheduler: stats.append(scheduler.stats()),
+    )
+    assert tokens == expected * num_repeats
+    assert stats[-1].num_left_pages > 20
+    assert (stats[-1].num_prefix_hit_tokens > 0) == (enable_prefix_caching and num_repeats > 1)
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+def test_preempted_requests_get_the_tokens_of_transformers(gemma3, generate, enable_prefix_caching):
+    runner, config, prompts, expected = gemma3
+    stats = []
+    tokens = generate(
+        runner,
+        config,
+        prompts * 2,
+        max_tokens=24,
+        num_pages=1 + num_request_pages(84, runner.groups.windows, 16, 4) + 2,
+        enable_prefix_caching=enable_prefix_caching,
+        on_plan=lambda scheduler: stats.append(scheduler.stats()),
+    )
+    assert tokens == expected * 2
+    assert stats[-1].num_preemptions > 0
+
+
+def test_an_engine_counts_pages_by_group(tmp_path, write_tokenizer):
+    write_tokenizer(write_tiny_model("gemma3", tmp_path))
+    llm = LLM(
+        str(tmp_path),
+        dtype="float32",
+        max_model_len=128,
+        max_num_seqs=4,
+        max_num_batched_tokens=32,
+        page_size=4,
+        compilation_cache_dir="",
+    )
+    config = llm.engine.scheduler.config
+    assert config.windows == (8, None)
+    # All pages of 128 tokens in one group; in the other those of 32 tokens and the 7 before them, not at page ends.
+    assert config.num_pages == 1 + 4 * (32 + 11)
+    llm.engine.shutdown()
+
+
+# The memory
+
+
+@pytest.mark.parametrize(
+    ("layers", "num_tokens", "at_most"),
+    [(GEMMA3_270M, 4096, 0.30), (GEMMA3_270M, 32_768, 0.19), (GEMMA3_27B, 4096, 0.42), (GEMMA3_27B, 32_768, 0.20)],
+)
+def test_gemma_3_takes_a_fraction_of_the_memory_of_one_table(layers, num_tokens, at_most):
+    groups = LayerGroups.of(layers, max_model_len=num_tokens + 200)
+    config = SchedulerConfig(
+        max_num_seqs=1,
+        max_num_batched_tokens=2048,
+        max_model_len=num_tokens + 200,
+        page_size=64,
+        num_pages=10_000,
+        windows=groups.windows,
+    )
+    scheduler = Scheduler(config)
+    scheduler.add_request(Request("a", [1] * num_tokens, max_tokens=200))
+    most_pages, num_decodes = 0, 0
+    while (plan := scheduler.schedule()) is not None:
+        num_pages = scheduler.stats().num_used_pages
+        assert num_pages <= config.num_pages_for(num_tokens + 200)
+        if plan.is_decode_only:
+            most_pages, num_decodes = max(most_pages, num_pages), num_decodes + 1
+        scheduler.update(plan, np.zeros(1, np.int32))
+    assert num_decodes == 199
+    scheduler.check_integrity()
+    num_slots = most_pages * 64 * groups.num_arrays  # keys and values of one token in one layer each
+    num_slots_of_one_table = -(-(num_tokens + 199) // 64) * 64 * len(layers)
+    assert num_slots / num_slots_of_one_table < at_most
