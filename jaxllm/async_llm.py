@@ -150,9 +150,9 @@ class AsyncLLM:
         now = time.monotonic()
         request = CoreRequest.of(
             params,
+            info=self.info,
             request_id=request_id,
             prompt_token_ids=prompt_token_ids,
-            eos_token_ids=self.info.eos_token_ids,
             streams=streams,
             arrival_time=now,
             priority=priority,

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("jaxllm.server")
 
-ROUTES = ("models", "health", "tokenize", "admin", "completions", "chat", "responses", "messages", "metrics")
+# The first that fits is taken, so what is asked for most comes first.
+ROUTES = ("chat", "completions", "responses", "messages", "models", "health", "tokenize", "admin", "metrics")
 UI_ROUTES = ("live", "page")
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _MAX_PRIORITY = 2**31 - 1
 _MAX_TIMEOUT_S = 30 * 24 * 3600.0
+_SECONDS = {"exclusiveMinimum": 0, "maximum": _MAX_TIMEOUT_S}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,11 +47,18 @@ class Call:
 async def read_call(
     request: Request,
     x_priority: Annotated[
-        int | None, Header(description="Added to the priority of the API key; 0 or more. Lower runs first.")
+        int | None,
+        Header(
+            description="Added to the priority of the API key. Lower runs first.",
+            json_schema_extra={"minimum": 0, "maximum": _MAX_PRIORITY},
+        ),
     ] = None,
-    x_timeout_s: Annotated[float | None, Header(description="Ends the request after so many seconds.")] = None,
+    x_timeout_s: Annotated[
+        float | None, Header(description="Ends the request after so many seconds.", json_schema_extra=_SECONDS)
+    ] = None,
     x_queue_timeout_s: Annotated[
-        float | None, Header(description="Ends the request if it has not started after so many seconds.")
+        float | None,
+        Header(description="Ends the request if it has not begun after so many seconds.", json_schema_extra=_SECONDS),
     ] = None,
 ) -> Call:
     """`call: Call = Depends(read_call)`. Raises ApiError 401 for a wrong key, 400 for a header that cannot be."""

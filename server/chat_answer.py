@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -73,8 +74,9 @@ class ChatAnswer:
 
     async def whole(self) -> ChatCompletion:
         """Waits for all choices. Raises what `Generation.deltas` does."""
-        async for delta in self._generation.deltas():
-            self._read(delta)
+        async with aclosing(self._generation.deltas()) as deltas:
+            async for delta in deltas:
+                self._read(delta)
         return ChatCompletion.model_validate(
             self._fields("chat.completion")
             | {
@@ -98,8 +100,8 @@ class ChatAnswer:
         writer = ChunkWriter(self._fields("chat.completion.chunk"), include_usage=include_usage)
         begun = [False] * len(self._replies)
         plain_heads = [b'{"index":%d,"delta":{"content":' % index for index in range(len(self._replies))]
-        try:
-            async for delta in self._generation.deltas():
+        async with aclosing(self._generation.deltas()) as deltas:
+            async for delta in deltas:
                 index = delta.index
                 if not begun[index]:
                     begun[index] = True
@@ -110,9 +112,7 @@ class ChatAnswer:
                         yield writer.chunk(plain_heads[index] + encode_json(delta.text) + _PLAIN_CHUNK_TAIL)
                 elif chunks := self._chunks(writer, delta):
                     yield chunks
-            yield (writer.usage(Usage.of([self._generation])) if include_usage else b"") + DONE
-        finally:
-            await self._generation.aclose()
+        yield (writer.usage(Usage.of([self._generation])) if include_usage else b"") + DONE
 
     def _chunks(self, writer: ChunkWriter, delta: OutputDelta) -> bytes:
         """Of one delta in general: a chunk for each part, and one for the finish reason."""

@@ -26,7 +26,7 @@ class ChatSession:
         """The answer, piece by piece.
 
         Closing the generator stops the answer; what has come of it stays in the conversation. If nothing has,
-        the question is taken back too, as it is when it is refused.
+        the question is taken back too, as it is when the answer fails.
 
         Raises JaxLLMError: the conversation does not fit into the context, or not the chat template, or the server
         does not answer.
@@ -34,13 +34,16 @@ class ChatSession:
         question = {"role": "user", "content": text}
         answer = {"role": "assistant", "content": ""}
         self._turns += [question, answer]
-        has_ended = False
+        is_kept = False
         try:
             result = yield from _collect(self._answer_to(self.messages[:-1]), answer)
-            has_ended = True
+            is_kept = True
             return result
+        except (GeneratorExit, KeyboardInterrupt):
+            is_kept = bool(answer["content"])
+            raise
         finally:
-            if not (has_ended or answer["content"]):
+            if not is_kept:
                 del self._turns[-2:]
 
     def reset(self) -> None:

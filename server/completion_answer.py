@@ -46,7 +46,7 @@ class CompletionAnswer:
         generations: list[Generation] = []
         echoed: list[str] = []
         try:
-            for number, prompt in enumerate(body.prompt):
+            for prompt in body.prompt:
                 token_ids, text = await _token_ids(server, prompt), prompt if isinstance(prompt, str) else None
                 generations.append(
                     await Generation.start(
@@ -56,7 +56,7 @@ class CompletionAnswer:
                         token_ids,
                         body.to_sampling_params(room=server.llm.info.max_model_len - len(token_ids)),
                         cache_salt=body.cache_salt or "",
-                        request_id=id_ if len(body.prompt) == 1 else f"{id_}-{number}",
+                        request_id=id_,  # the same for all, so that an operator can end them by it
                         is_streamed=bool(body.stream),
                     )
                 )

@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from uuid import uuid4
@@ -12,14 +12,12 @@ from fastapi import Request
 
 from jaxllm import OutputDelta, SamplingParams, TokenLogprobs
 from jaxllm.server.api_errors import ApiError
-from jaxllm.server.call import Call, read_call
+from jaxllm.server.call import Call
 from jaxllm.server.finished_request import FinishedRequest
 
 if TYPE_CHECKING:
     from jaxllm import OutputStream
     from jaxllm.server.app import Server
-
-__all__ = ["Call", "Choice", "ClientLeftError", "Generation", "gather", "read_call"]
 
 
 class ClientLeftError(ApiError):
@@ -36,7 +34,9 @@ class Generation:
     ClientLeftError. However it ends, metrics and log hear of it once.
 
     request_id: its name in the engine.
-    num_output_tokens, num_cached_tokens: so far.
+    num_output_tokens: so far, of all choices.
+    num_cached_tokens: of the prompt, found in the prefix cache; known when a choice has ended. That choices after the
+        first find what it has computed does not count.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Generation:
                 resources=resources.pop_all(),
             )
 
-    async def deltas(self) -> AsyncIterator[OutputDelta]:
+    async def deltas(self) -> AsyncGenerator[OutputDelta, None]:
         """What is new, as it comes. The last delta of a choice has the finish reason "stop" or "length".
 
         Raises ApiError, which ends all choices: 408 (or 503, if it never started) when its time is over, 500 or 503
@@ -182,11 +182,12 @@ class Generation:
         self.num_output_tokens += num_tokens
 
     def _note_end(self, delta: OutputDelta) -> None:
-        reason = delta.finish_reason
+        reason, is_first_end = delta.finish_reason, not any(self._finish_reasons)
         self._finish_reasons[delta.index] = reason
         self._num_running -= 1
         if (metrics := delta.metrics) is not None:
-            self.num_cached_tokens = max(self.num_cached_tokens, metrics.num_cached_tokens)
+            num_cached = metrics.num_cached_tokens
+            self.num_cached_tokens = num_cached if is_first_end else min(self.num_cached_tokens, num_cached)
             self._first_scheduled = _earlier(self._first_scheduled, metrics.first_scheduled_time)
             self._first_token = _earlier(self._first_token, metrics.first_token_time)
         if reason in ("stop", "length"):
@@ -201,11 +202,12 @@ class Generation:
             case "abort":
                 return ApiError(400, "the operator ended this request", code="request_aborted")
             case "timeout" if self._first_scheduled is None:
-                message = f"the request waited for {self._elapsed_s():.1f} s and did not start in time; send it later"
+                waited_s = time.monotonic() - self._call.received
+                message = f"the request waited for {waited_s:.1f} s and did not start in time; send it again later"
                 return ApiError(503, message, code="queue_timeout", retry_after_s=1.0)
             case "timeout":
                 message = (
-                    f"the request was not complete after {self._elapsed_s():.1f} s, with {self.num_output_tokens:,} "
+                    f"the request was not complete after {self._call.timeout_s:g} s, with {self.num_output_tokens:,} "
                     "tokens made; ask for fewer tokens (max_tokens) or more time (X-Timeout-S, up to the server's "
                     "--request-timeout-s)"
                 )
@@ -215,9 +217,6 @@ class Generation:
                 return ApiError(503, message, code="engine_dead", retry_after_s=5.0)
             case _:
                 return ApiError(500, f"the engine failed on this request: {delta.error}", code="engine_error")
-
-    def _elapsed_s(self) -> float:
-        return time.monotonic() - self._call.received
 
     def _raise_if_client_left(self) -> None:
         if self._client_left:
@@ -275,14 +274,15 @@ async def gather(generation: Generation) -> list[Choice]:
     texts: list[list[str]] = [[] for _ in range(params.n)]
     wants_logprobs = params.logprobs is not None
     choices = [Choice(index, "", [], [] if wants_logprobs else None, "", None) for index in range(params.n)]
-    async for delta in generation.deltas():
-        choice = choices[delta.index]
-        texts[delta.index].append(delta.text)
-        choice.token_ids += delta.token_ids
-        if choice.logprobs is not None:
-            choice.logprobs += delta.logprobs or ()
-        if delta.finish_reason is not None:
-            choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+    async with aclosing(generation.deltas()) as deltas:
+        async for delta in deltas:
+            choice = choices[delta.index]
+            texts[delta.index].append(delta.text)
+            choice.token_ids += delta.token_ids
+            if choice.logprobs is not None:
+                choice.logprobs += delta.logprobs or ()
+            if delta.finish_reason is not None:
+                choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
     for choice, pieces in zip(choices, texts, strict=True):
         choice.text = "".join(pieces)
     return choices

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 
 from jaxllm import OutputDelta
 from jaxllm.server.generation import Generation
@@ -11,15 +12,17 @@ async def merged_deltas(generations: Sequence[Generation]) -> AsyncGenerator[tup
     """What is new of any of them, with its number, as it comes. Raises what `Generation.deltas` does, of the first
     that fails; the others are ended then. A reader that is slow makes them wait and their deltas grow."""
     if len(generations) == 1:
-        async for delta in generations[0].deltas():
-            yield 0, delta
+        async with aclosing(generations[0].deltas()) as deltas:
+            async for delta in deltas:
+                yield 0, delta
         return
     queue: asyncio.Queue[tuple[int, OutputDelta | Exception | None]] = asyncio.Queue(maxsize=len(generations))
 
     async def pump(number: int, generation: Generation) -> None:
         try:
-            async for delta in generation.deltas():
-                await queue.put((number, delta))
+            async with aclosing(generation.deltas()) as deltas:
+                async for delta in deltas:
+                    await queue.put((number, delta))
             await queue.put((number, None))
         except Exception as error:
             await queue.put((number, error))

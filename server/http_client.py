@@ -55,9 +55,10 @@ class HttpClient:
 
         Raises TransportError.
         """
-        own = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
-        if "\n" in own.replace("\r\n", "") or "\n" in path:
-            raise ValueError("a header or the path has a line break")
+        lines = [f"{name}: {value}" for name, value in (headers or {}).items()]
+        if any(not line.isprintable() for line in (path, *lines)):
+            raise ValueError("a header or the path has a line break, or another character that it must not have")
+        own = "".join(f"{line}\r\n" for line in lines)
         length = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n" if body else ""
         head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._common}{own}{length}\r\n"
         message = head.encode("latin-1") + body

@@ -91,7 +91,7 @@ class RemoteModel:
                 for data in events.feed(line):
                     if data == b"[DONE]":
                         continue
-                    event = json.loads(data)
+                    event = _read(data, self.url)
                     if error := event.get("error"):
                         raise RefusedError(error.get("message") if isinstance(error, dict) else str(error))
                     usage = event.get("usage") or usage
@@ -132,6 +132,16 @@ def _lines(answer: http.client.HTTPResponse, url: str) -> Any:
         yield from answer
     except (OSError, http.client.HTTPException) as error:
         raise TransportError(f"{url} has hung up in the middle of an answer: {error}") from error
+
+
+def _read(data: bytes, url: str) -> dict[str, Any]:
+    try:
+        event = json.loads(data)
+    except ValueError:
+        event = None
+    if not isinstance(event, dict):
+        raise TransportError(f"{url} sends what is no event of OpenAI's API: {data[:200].decode(errors='replace')}")
+    return event
 
 
 def _show_reasoning(text: str) -> None:

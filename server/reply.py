@@ -8,7 +8,8 @@ from fastapi import Request
 
 from jaxllm import SamplingParams
 from jaxllm.server.api_errors import ApiError
-from jaxllm.server.generation import Call, Generation
+from jaxllm.server.call import Call
+from jaxllm.server.generation import Generation
 from jaxllm.server.parsers import ReplyParser, ReplyPart, make_reply_parser, needs_special_tokens
 
 if TYPE_CHECKING:

@@ -38,14 +38,12 @@ def serve(engine_config: EngineConfig, config: ServerConfig, *, engine: str = EN
     """
     set_up_logging(config)
     keys = ApiKeys.load(config.api_keys_file, config.admin_key)
-    logger.info("loading %s", engine_config.model)
     engine_config = dataclasses.replace(engine_config, tenants=keys.tenants, default_tenant=keys.default_tenant)
     listeners = bind(config)
     with tempfile.TemporaryDirectory(prefix="jaxllm-") as folder:
         engine_process = EngineProcess(engine_config, engine=engine)
-        engine_process.start()
         try:
-            uvloop.run(_Supervisor(config, keys, listeners, Path(folder)).run(engine_process.address))
+            uvloop.run(_Supervisor(config, keys, listeners, Path(folder)).run(engine_process, engine_config.model))
         finally:
             engine_process.stop(_END_S)
             for listener in listeners:
@@ -102,11 +100,13 @@ class _Supervisor:
         self._is_connected = False
         self._task: asyncio.Task[None] | None = None
 
-    async def run(self, address: str) -> None:
+    async def run(self, engine_process: EngineProcess, model: str) -> None:
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._on_signal, signal.Signals(number).name)
-        self._task = asyncio.create_task(self._run(address))
+        logger.info("loading %s", model)
+        engine_process.start()
+        self._task = asyncio.create_task(self._run(engine_process.address))
         try:
             await self._task
         except asyncio.CancelledError:

@@ -20,7 +20,11 @@ encode_json = msgspec.json.Encoder().encode
 """JSON without spaces; texts must be valid Unicode."""
 
 
-_EVENT = {"type": "object", "properties": {"event": {"type": "string"}, "data": {"type": "string"}}, "required": ["data"]}
+_EVENT = {
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
 EVENT_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"itemSchema": _EVENT}}}}
 """For `responses` of a route, beside its whole answer."""
 

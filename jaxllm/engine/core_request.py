@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from jaxllm.engine.engine_info import EngineInfo
+from jaxllm.errors import InvalidRequestError
 from jaxllm.sampling_params import SamplingParams
 
 
@@ -11,6 +13,7 @@ class CoreRequest:
     """One prompt to continue once. Where the meaning is not said, it is that of `SamplingParams` and `Request`.
 
     request_id: unique among the core's unfinished requests.
+    prompt_token_ids: within the vocabulary.
     max_tokens: None is until the context is full.
     stop_token_ids: all tokens that end it, the model's own end tokens too unless they are to be ignored.
     seed: uint32; None lets the core draw one.
@@ -44,18 +47,26 @@ class CoreRequest:
         cls,
         params: SamplingParams,
         *,
+        info: EngineInfo,
         prompt_token_ids: list[int],
-        eos_token_ids: tuple[int, ...],
         streams: bool,
         **options: Any,
     ) -> "CoreRequest":
         """What the core needs to know of `params`; the rest, which is about text, is not its business. As stop strings
-        are looked for outside of it, a request that has some streams in any case. The seed is left open."""
+        are looked for outside of it, a request that has some streams in any case. The seed is left open.
+
+        Raises InvalidRequestError: a token id is not in the vocabulary.
+        """
+        if prompt_token_ids and not (min(prompt_token_ids) >= 0 and max(prompt_token_ids) < info.vocab_size):
+            wrong = next(token_id for token_id in prompt_token_ids if not 0 <= token_id < info.vocab_size)
+            raise InvalidRequestError(
+                f"token id {wrong:,} is not in the vocabulary; ids must be from 0 to {info.vocab_size - 1:,}"
+            )
         return cls(
             prompt_token_ids=prompt_token_ids,
             max_tokens=params.max_tokens,
             min_tokens=params.min_tokens,
-            stop_token_ids=(*(params.stop_token_ids or ()), *(() if params.ignore_eos else eos_token_ids)),
+            stop_token_ids=(*(params.stop_token_ids or ()), *(() if params.ignore_eos else info.eos_token_ids)),
             temperature=params.temperature,
             top_k=params.top_k,
             top_p=params.top_p,

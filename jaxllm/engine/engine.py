@@ -126,9 +126,9 @@ class Engine:
         now = time.monotonic()
         request = CoreRequest.of(
             params,
+            info=self.info,
             request_id=request_id,
             prompt_token_ids=list(prompt_token_ids),
-            eos_token_ids=self.info.eos_token_ids,
             streams=on_text is not None,
             arrival_time=now,
             priority=priority,

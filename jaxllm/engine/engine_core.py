@@ -105,11 +105,6 @@ class EngineCore:
         Raises InvalidRequestError, or OverloadedError if there is no room now, and leaves everything as it was.
         """
         token_ids = request.prompt_token_ids
-        outside = [token_id for token_id in token_ids if not 0 <= token_id < self.info.vocab_size]
-        if outside:
-            raise InvalidRequestError(
-                f"token id {outside[0]:,} is not in the vocabulary; ids must be from 0 to {self.info.vocab_size - 1:,}"
-            )
         arrival, wait_s, queue_wait_s = request.arrival_time, request.timeout_s, request.queue_timeout_s
         try:
             queued = Request(

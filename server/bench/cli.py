@@ -104,11 +104,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _run(args: argparse.Namespace) -> int:
+    clients = _clients(args)
+    try:
+        return await _run_with(args, clients)
+    finally:
+        for client in clients.values():
+            await client.close()
+
+
+async def _run_with(args: argparse.Namespace, clients: "dict[str, HttpClient]") -> int:
     from jaxllm.server.bench.endpoint import Endpoint, first_model
     from jaxllm.server.bench.load import Load
     from jaxllm.server.bench.result import table
 
-    clients = _clients(args)
     client = clients[""]
     endpoint = Endpoint(args.endpoint, args.model or await first_model(client), args.ignore_eos, args.extra_body)
     prompts = await _prompts(args, endpoint, client)
@@ -117,8 +125,6 @@ async def _run(args: argparse.Namespace) -> int:
     results = []
     for number, (label, rate, concurrency) in enumerate(_loads(args)):
         results.append(await _measure(args, load, prompts, number, label, rate, concurrency))
-    for each in clients.values():
-        await each.close()
 
     title = f"{endpoint.model} at {client.url}{endpoint.path}, {args.workload}"
     print(title)

@@ -10,14 +10,15 @@ import numpy as np
 from jaxllm import ConfigError
 from jaxllm.scheduler.simulate import TraceError, read_trace
 
+SHAREGPT_LEVELS = (*(level / 100 for level in range(0, 100, 5)), 0.99, 1.0)
 SHAREGPT_PROMPT_LENS = (
-    4, 7, 8, 10, 12, 14, 16, 19, 21, 25, 30, 36, 45, 58, 75, 100, 139, 213, 342, 578, 1024,
+    4, 7, 8, 10, 12, 14, 16, 19, 21, 25, 30, 36, 45, 58, 75, 100, 139, 213, 342, 578, 917, 1024,
 )  # fmt: skip
 SHAREGPT_OUTPUT_LENS = (
-    4, 25, 48, 79, 104, 130, 160, 189, 215, 242, 266, 289, 316, 343, 374, 409, 457, 519, 612, 758, 1742,
+    4, 25, 48, 79, 104, 130, 160, 189, 215, 242, 266, 289, 316, 343, 374, 409, 457, 519, 612, 758, 920, 1742,
 )  # fmt: skip
-"""Quantiles 0, 5, … 100% of first questions and first answers in ShareGPT V3 (unfiltered, cleaned), in tokens of
-SmolLM2's tokenizer: 9,813 conversations of the first 17,671 in the file, those that begin with a question and its
+"""Quantiles (0, 5, … 95, 99, 100%) of first questions and first answers in ShareGPT V3 (unfiltered, cleaned), in tokens
+of SmolLM2's tokenizer: 9,813 conversations of the first 17,671 in the file, those that begin with a question and its
 answer, kept as vLLM's benchmark does (both at least 4 tokens, prompts up to 1,024, both together up to 2,048). Means
 110 and 300. The two are drawn apart: their rank correlation is 0.13."""
 
@@ -51,9 +52,8 @@ def random_requests(
 
 def sharegpt_requests(num_requests: int, rng: np.random.Generator) -> list[BenchRequest]:
     """Lengths as of questions and answers in ShareGPT."""
-    levels = np.linspace(0.0, 1.0, len(SHAREGPT_PROMPT_LENS))
-    prompt_lens = np.interp(rng.random(num_requests), levels, SHAREGPT_PROMPT_LENS)
-    output_lens = np.interp(rng.random(num_requests), levels, SHAREGPT_OUTPUT_LENS)
+    prompt_lens = np.interp(rng.random(num_requests), SHAREGPT_LEVELS, SHAREGPT_PROMPT_LENS)
+    output_lens = np.interp(rng.random(num_requests), SHAREGPT_LEVELS, SHAREGPT_OUTPUT_LENS)
     return [
         BenchRequest(prompt_len=round(p), output_len=round(o)) for p, o in zip(prompt_lens, output_lens, strict=True)
     ]

@@ -99,7 +99,7 @@ def _tool_calls_of(template: str) -> str | None:
         return "mistral"
     if hermes.OPENING in template and "<function=" not in template and "<arg_key>" not in template:
         return "hermes"  # The exceptions, Qwen3-Coder's and GLM's, put no JSON between these markers.
-    if llama3_json.TAG in template and '"parameters"' in template:
+    if "<|start_header_id|>" in template and '{"name": function name, "parameters": ' in template:
         return "llama3_json"
     return None
 

@@ -112,7 +112,11 @@ class TextFeed:
 
 def _beginning_len(text: str, markers: tuple[str, ...]) -> int:
     """The length of the longest end of the text that may be the beginning of a marker."""
-    for length in range(min(len(text), max(map(len, markers)) - 1), 0, -1):
-        if any(marker.startswith(text[-length:]) for marker in markers):
-            return length
-    return 0
+    longest = 0
+    for marker in markers:
+        start = text.find(marker[0], max(len(text) - len(marker) + 1, 0))
+        while start >= 0 and not marker.startswith(text[start:]):
+            start = text.find(marker[0], start + 1)
+        if start >= 0:
+            longest = max(longest, len(text) - start)
+    return longest

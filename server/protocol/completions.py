@@ -17,7 +17,7 @@ from jaxllm.server.protocol.sampling import (
 from jaxllm.server.protocol.usage import Usage
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
-MAX_PROMPTS = 2048
+MAX_PROMPTS = 2048  # and choices of all of them
 
 Prompt = str | list[int]
 
@@ -81,6 +81,11 @@ class CompletionRequest(SamplingFields):
             raise ValueError("echo and logprobs cannot go together: the prompt's log-probabilities are not computed")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream to be true")
+        if (num_choices := len(self.prompt) * (self.n or 1)) > MAX_PROMPTS:
+            raise ValueError(
+                f"{len(self.prompt):,} prompts with n = {self.n} make {num_choices:,} choices; a request may have "
+                f"{MAX_PROMPTS:,}. Send several requests."
+            )
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise ValueError(f"best_of is {self.best_of}; only the value of n is possible, for no choice is dropped")
         return self

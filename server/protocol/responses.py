@@ -2,12 +2,13 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BaseModel, Discriminator, Field, Tag, model_validator
 
 from jaxllm import SamplingParams
 from jaxllm.server.conversation import Conversation, parsed_arguments
 from jaxllm.server.protocol.sampling import Metadata, Only, RequestModel, SamplingFields, StreamOptions, Text
 from jaxllm.server.protocol.text_content import TextContent
+from jaxllm.server.streaming import encode_json
 
 Content = Annotated[str, TextContent("input_text", "output_text", "text", ignored=("annotations", "logprobs"))]
 Status = Annotated[
@@ -98,11 +99,22 @@ Input = Annotated[
 ]
 
 
+def _check_json(value: dict[str, Any] | None) -> dict[str, Any] | None:
+    """It comes back with the response, so that it must be possible to write it."""
+    try:
+        encode_json(value)
+    except (ValueError, OverflowError, RecursionError, TypeError) as error:
+        raise ValueError(f"it cannot be given back with the response: {error}") from error
+    return value
+
+
 class FunctionTool(RequestModel):
     type: Literal["function"]
     name: Annotated[Text, Field(min_length=1, max_length=256)]
     description: Text | None = None
-    parameters: Annotated[dict[str, Any] | None, Field(description="A JSON schema.")] = None
+    parameters: Annotated[dict[str, Any] | None, AfterValidator(_check_json), Field(description="A JSON schema.")] = (
+        None
+    )
     strict: Annotated[Any, Only(False, hint="arguments are not forced into the schema yet")] = None
     defer_loading: Annotated[Any, Only(False)] = None
     allowed_callers: Annotated[Any, Only(["direct"])] = None

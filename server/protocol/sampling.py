@@ -20,6 +20,7 @@ from jaxllm import SamplingParams
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
+MAX_STOP_TOKEN_IDS = 256
 _MAX_INT32, _MIN_INT64, _MAX_UINT64 = 2**31 - 1, -(2**63), 2**64 - 1
 
 
@@ -121,7 +122,8 @@ class SamplingFields(RequestModel):
     ] = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[
-        list[Annotated[int, Field(ge=0, le=_MAX_INT32)]] | None, Field(description="Tokens that end the output.")
+        Annotated[list[Annotated[int, Field(ge=0, le=_MAX_INT32)]], Field(max_length=MAX_STOP_TOKEN_IDS)] | None,
+        Field(description="Tokens that end the output."),
     ] = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None

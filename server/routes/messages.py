@@ -7,7 +7,7 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from jaxllm.server.api_errors import ApiError
-from jaxllm.server.generation import Call, read_call
+from jaxllm.server.call import Call, read_call
 from jaxllm.server.keys import authenticate
 from jaxllm.server.message_builder import MessageBuilder
 from jaxllm.server.protocol.messages import AnsweredMessage, CountTokensRequest, MessagesRequest, TokensCount

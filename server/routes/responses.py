@@ -11,8 +11,8 @@ from starlette.responses import Response
 
 from jaxllm import SamplingParams
 from jaxllm.server.api_errors import ApiError
+from jaxllm.server.call import Call, read_call
 from jaxllm.server.conversation import Conversation
-from jaxllm.server.generation import Call, read_call
 from jaxllm.server.keys import Caller, authenticate
 from jaxllm.server.protocol.responses import DeletedResponse, ResponseObject, ResponseRequest
 from jaxllm.server.reply import Reply

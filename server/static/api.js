@@ -15,7 +15,8 @@ export class ApiFailure extends Error {
   }
 }
 
-// GET, or POST of a JSON body. Throws ApiFailure, and what fetch throws.
+// GET, or POST of a JSON body. Paths are relative, so that the server may lie below a path of a proxy. Throws
+// ApiFailure, and what fetch throws.
 export async function call(path, { body, signal } = {}) {
   const headers = {};
   if (apiKey.get()) headers.authorization = `Bearer ${apiKey.get()}`;
@@ -40,13 +41,13 @@ async function errorMessage(response) {
   }
 }
 
-// The objects of a stream of server-sent events, until it ends. An error in the stream is thrown.
+// The objects of a stream of server-sent events, until it says that it ends. An error in the stream is thrown.
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
   for (;;) {
     const { done, value } = await reader.read();
-    if (done) return;
+    if (done) throw new Error("The connection to the server broke off.");
     text += value;
     const parts = text.split(/\r?\n\r?\n/);
     text = parts.pop();

@@ -36,6 +36,7 @@ function showEngine(snapshot, error) {
     state = isStuck ? "stuck" : snapshot.is_draining ? "draining" : snapshot.state;
     text = isStuck ? "the engine is stuck" : snapshot.state === "ready" ? snapshot.model : STATES[snapshot.state];
     if (snapshot.is_draining) text = "takes no new requests";
+    playground.maxModelLen = snapshot.engine.max_model_len;
   } else {
     text = error.status === 401 ? "an API key is needed" : "not reachable";
   }
@@ -45,7 +46,7 @@ function showEngine(snapshot, error) {
 
 async function loadModels() {
   try {
-    const models = await (await call("/v1/models")).json();
+    const models = await (await call("v1/models")).json();
     playground.models = models.data.map((model) => model.id);
   } catch (error) {
     if (error.status !== 401) console.warn(`The list of models: ${error.message}`);
@@ -54,6 +55,7 @@ async function loadModels() {
 
 function askForKey() {
   $("key").value = apiKey.get();
+  $("key-dialog").returnValue = "";
   $("key-dialog").showModal();
 }
 

@@ -111,7 +111,7 @@ export class Live {
   async poll() {
     let snapshot;
     try {
-      snapshot = await (await call("/live", { signal: AbortSignal.timeout(5000) })).json();
+      snapshot = await (await call("live", { signal: AbortSignal.timeout(5000) })).json();
     } catch (error) {
       this.#notify(error.status ? error.message : "The server cannot be reached. Trying again…");
       this.#onSnapshot(null, error);

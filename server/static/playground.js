@@ -47,6 +47,13 @@ export class Playground {
     $("welcome-model").textContent = this.model || "the model";
   }
 
+  // The longest answer that is asked for leaves room for the conversation.
+  set maxModelLen(length) {
+    if ($("max-tokens").max === String(length)) return;
+    $("max-tokens").max = length;
+    if (Number($("max-tokens").value) > length / 2) $("max-tokens").value = Math.floor(length / 2);
+  }
+
   focus() {
     $("prompt").focus({ preventScroll: true });
   }
@@ -92,7 +99,7 @@ export class Playground {
     const system = $("system").value.trim();
     body.messages = system ? [{ role: "system", content: system }, ...turns] : turns;
     body.stream_options = { include_usage: true };
-    const response = await call("/v1/chat/completions", { body, signal: this.#request.signal });
+    const response = await call("v1/chat/completions", { body, signal: this.#request.signal });
     for await (const chunk of events(response)) written.take(chunk);
   }
 
@@ -147,9 +154,10 @@ class Answer {
     const { content, reasoning_content: reasoning } = choice.delta;
     if (content || reasoning) this.#first ??= performance.now();
     if (reasoning) this.#think(reasoning);
-    if (choice.logprobs?.content?.length || this.#tokens) {
+    const tokens = reasoning ? [] : (choice.logprobs?.content ?? []);
+    if (tokens.length || this.#tokens) {
       this.#tokens ??= new TokenText(this.#message.body);
-      this.#tokens.append(content ?? "", choice.logprobs?.content ?? []);
+      this.#tokens.append(content ?? "", tokens);
     } else if (content) {
       this.#message.body.append(content);
     }

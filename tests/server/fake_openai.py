@@ -26,8 +26,8 @@ class FakeOpenAI:
     """Listens on a port of this machine, in a thread of its own.
 
     reply: (status, headers, JSON value or bytes) for a request, or None for the normal answer: a token is a word, a
-      stream has `max_tokens` words, the first after first_s and each other one step_s later; bytes are sent as they
-      are. An exception hangs up.
+      stream has `max_tokens` words, the first after first_s and each other one step_s later, and in a chat the role
+      at once; bytes are sent as they are. An exception hangs up.
     """
 
     first_s: float = 0.0
@@ -115,9 +115,8 @@ class FakeOpenAI:
         count = body.get("max_tokens", 3)
         usage = {"prompt_tokens": num_prompt, "completion_tokens": count} if self.has_usage else None
         words = [f"w{number} " for number in range(count)]
-        await asyncio.sleep(self.first_s)
         if not body.get("stream"):
-            await asyncio.sleep(self.step_s * (count - 1))
+            await asyncio.sleep(self.first_s + self.step_s * (count - 1))
             text = "".join(words)
             choice = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
             _write(writer, 200, {"choices": [choice | {"index": 0, "finish_reason": "length"}], "usage": usage})
@@ -125,6 +124,8 @@ class FakeOpenAI:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
         if is_chat:
             _write_event(writer, {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
+            await writer.drain()
+        await asyncio.sleep(self.first_s)
         for number, word in enumerate(words):
             if number:
                 await asyncio.sleep(self.step_s)

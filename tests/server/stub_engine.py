@@ -94,6 +94,7 @@ class StubEngine:
         self._in_step: list[Request] = []
         self._num_steps = 0
         self._host_s = 0.0
+        self._num_output_tokens = 0
         self._profile_folder: str | None = None
 
     @property
@@ -176,6 +177,7 @@ class StubEngine:
             "time": time.monotonic(),
             "num_steps": self._num_steps,
             "host_s": self._host_s,
+            "num_output_tokens": self._num_output_tokens,
             "memory_bytes": None,
             "memory_limit_bytes": None,
             "num_requests": {status.value: number for status, number in stats.num_requests.items()},
@@ -215,6 +217,7 @@ class StubEngine:
         output.keys.append(request.request_id)
         output.num_new_tokens.append(len(token_ids))
         output.token_ids += token_ids
+        self._num_output_tokens += len(token_ids)
         number = self._requests[request.request_id].num_logprobs
         if number is not None:
             output.logprobs[request.request_id] = [_logprobs(token_id, number) for token_id in token_ids]

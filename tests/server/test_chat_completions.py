@@ -229,7 +229,7 @@ def test_values_that_ask_for_nothing_are_taken(stub_server):
     assert answer(stub_server, say("a"), **neutral)["choices"][0]["message"]["content"] == "a"
 
 
-def test_an_operator_may_end_a_request(stub_server, admin_headers):
+def test_an_operator_may_end_a_request(stub_server):
     """It is told as an error: the answer is not complete."""
     messages = [{"role": "user", "content": "!slow"}]
     body = {"model": "stub", "messages": messages, "stream": True}

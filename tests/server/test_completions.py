@@ -102,7 +102,7 @@ def test_tokens_found_in_the_prefix_cache_are_told(stub_server):
     prompt = "cached" * 20
     details = [answer(stub_server, prompt=prompt, cache_salt="s")["usage"]["prompt_tokens_details"] for _ in range(2)]
     assert [entry["cached_tokens"] for entry in details] == [0, 112]
-    other = answer(stub_server, prompt=prompt, cache_salt="another")["usage"]["prompt_tokens_details"]
+    other = answer(stub_server, prompt=prompt, cache_salt="another", n=3)["usage"]["prompt_tokens_details"]
     assert other["cached_tokens"] == 0
 
 
@@ -134,6 +134,7 @@ def test_tokens_found_in_the_prefix_cache_are_told(stub_server):
         ("stop", ["a"] * 65, "may have 64"),
         ("stop", "\ud800", "half of a character"),
         ("cache_salt", "\ud800", "half of a character"),
+        ("stop_token_ids", list(range(257)), "at most 256 items"),
         ("prompt", [], "it must be a text"),
         ("prompt", {"a": 1}, "it must be a text"),
         ("prompt", ["a", 1], "neither token ids"),
@@ -151,6 +152,11 @@ def test_what_cannot_be_is_refused_by_name(stub_server, field, value, words):
     assert words in refusal["message"]
     assert refusal["type"] == "invalid_request_error"
     assert field in (refusal["param"] or refusal["message"]) or field == "prompt"
+
+
+def test_one_request_cannot_fill_the_queue(stub_server):
+    message = error(stub_server, prompt=["a"] * 100, n=100, max_tokens=1)["message"]
+    assert "100 prompts with n = 100 make 10,000 choices; a request may have 2,048" in message
 
 
 def test_values_that_ask_for_nothing_are_taken(stub_server):
@@ -195,6 +201,16 @@ def test_all_prompts_are_taken_in_or_none(stub_server):
     message = error(stub_server, prompt=["!slow", "!slow", ""], max_tokens=500)["message"]
     assert "is empty" in message
     stub_server.wait_until_idle(timeout_s=1.0)
+
+
+def test_an_operator_may_end_all_prompts_of_a_request(stub_server):
+    body = {"model": "stub", "prompt": ["!slow", "!slow!"], "n": 2, "max_tokens": 900, "stream": True}
+    with httpx.stream("POST", stub_server.url + PATH, json=body) as response:
+        lines = response.iter_lines()
+        request_id = json.loads(next(lines).removeprefix("data: "))["id"]
+        assert stub_server.run(stub_server.llm.abort(request_id))
+        rest = [line for line in lines if line]
+    assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "request_aborted"
 
 
 def test_the_real_engine_repeats_itself(tiny_server):

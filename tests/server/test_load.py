@@ -138,12 +138,12 @@ def test_others_notice_nothing_of_clients_that_leave(tiny_server):
 @pytest.mark.nightly
 def test_five_hundred_clients_on_the_demo_model(tmp_path):
     """Both processes are on their own, so that their memory is theirs. The first round is a warm-up."""
-    engine_options = {"dtype": "float32", "compilation_cache_dir": ""}
-    server = ServeProcess(tmp_path, Path("smollm2-135m"), engine=ENGINE, wait=False, engine_options=engine_options)
+    model, engine_options = Path("smollm2-135m"), {"dtype": "float32"}
+    server = ServeProcess(tmp_path, model, engine=ENGINE, wait=False, engine_options=engine_options)
     try:
         server.wait_for(lambda: server.url, 600.0)
         own, engine = server.find_processes()
-        questions = make_questions(20, (8, 16, 24), seed=1)
+        questions = make_questions(20, (4, 8, 12), seed=1)
         answers = asyncio.run(answers_alone(server.url, "stub", questions))
         memory: dict[str, list[int]] = {"server": [], "engine": []}
         last_s = 30.0

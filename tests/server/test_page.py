@@ -346,7 +346,9 @@ def test_the_page_needs_nothing_from_elsewhere(stub_server):
     assert "unsafe" not in policy
     assert "http" not in policy
     assert answer.headers["x-content-type-options"] == "nosniff"
-    for name in re.findall(r'(?:src|href)="/static/([^"]+)"', answer.text):
+    names = re.findall(r'(?:src|href)="static/([^"]+)"', answer.text)
+    assert {"app.js", "style.css", "icon.svg"} <= set(names)
+    for name in names:
         file = httpx.get(f"{stub_server.url}/static/{name}")
         assert file.status_code == 200
         again = httpx.get(f"{stub_server.url}/static/{name}", headers={"if-none-match": file.headers["etag"]})

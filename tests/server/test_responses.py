@@ -1,10 +1,11 @@
 """/v1/responses, judged by the official client. The stub engine repeats its prompt, or says what it is told to."""
 
 import asyncio
+import dataclasses
 import json
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,8 @@ import openai
 import pytest
 from openai.types.responses import ResponseStreamEvent
 
-from jaxllm import EngineConfig
+from jaxllm import AsyncLLM, EngineConfig
+from jaxllm.server.app import create_app
 
 if TYPE_CHECKING:
     from live_server import LiveServer
@@ -478,3 +480,80 @@ def test_a_real_model_answers(tiny_server):
         assert streamed is None or streamed.output_text == whole.output_text
         events = list(client.responses.create(**body, stream=True))
         assert events[-1].response.output_text == whole.output_text
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model": "stub", "input": "\\ud800"}',
+        b'{"model": "stub", "input": "x", "tool_choice": "none", "tools": [{"type": "function", "name": "f", '
+        b'"parameters": {"a": "\\ud800"}}]}',
+        b'{"model": "stub", "input": "x", "metadata": {"a": "\\ud800"}}',
+        b'{"model": "stub", "input": "\xff"}',
+        b'{"model": "stub", "input": [' + b"[" * 20_000 + b"]" * 20_000 + b"]}",
+        b'{"model": "stub", "input": "x", "temperature": 1e999}',
+        b'{"model": "stub", "input": 1' + b"0" * 5_000 + b"}",
+        b"[]",
+        b"",
+    ],
+    ids=lambda body: repr(body)[:40],
+)
+def test_a_body_that_makes_no_sense_is_refused(client, body):
+    answer = httpx.post(f"{client.base_url}responses", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "arguments", ["{", "[]", '{"a": "\\ud800"}', '{"a": NaN}', "[" * 20_000, '{"a": 1' + "0" * 40 + "}"]
+)
+def test_arguments_that_a_model_got_wrong_can_be_sent_back(client, arguments):
+    items = [
+        {"role": "user", "content": "x"},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments},
+        {"type": "function_call_output", "call_id": "c", "output": "no"},
+    ]
+    if len(arguments) > 1000:
+        with pytest.raises(openai.BadRequestError, match="the context holds"):
+            client.responses.create(model="stub", input=items)
+        return
+    response = client.responses.create(model="stub", input=items, max_output_tokens=150)
+    assert response.output_text.startswith('[user]x[assistant]<tool_call>{"name": "f", "arguments": {"')
+    body = {"input": "go on", "previous_response_id": response.id, "max_output_tokens": 150}
+    assert client.responses.create(model="stub", **body).output_text == response.output_text
+
+
+def test_numbers_of_any_size_come_back_in_tools(client):
+    tool = TOOLS[0] | {"parameters": {"maximum": 10**30}}
+    response = client.responses.create(model="stub", input=say("Hi"), tools=[tool])
+    assert response.tools[0].parameters == {"maximum": 10**30}
+    assert client.responses.retrieve(response.id).tools[0].parameters == {"maximum": 10**30}
+
+
+def test_api_workers_share_their_responses_and_cancel_each_others(server, tmp_path):
+    async def use_two() -> None:
+        config = dataclasses.replace(server.config, ui=False)
+        async with AsyncExitStack() as stack:
+            clients = []
+            for _ in range(2):
+                llm = await AsyncLLM.connect(server.process.address)
+                stack.push_async_callback(llm.close)
+                app = create_app(llm, config, shared_folder=tmp_path)
+                stack.callback(app.state.server.close)
+                transport = httpx.ASGITransport(app)
+                clients.append(
+                    await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://x"))
+                )
+            one, other = clients
+            created = (await one.post("/v1/responses", json={"model": "stub", "input": say("Hi")})).json()
+            assert (await other.get(f"/v1/responses/{created['id']}")).json() == created
+
+            body = {"model": "stub", "input": "!slow", "background": True}
+            created = (await one.post("/v1/responses", json=body)).json()
+            assert (await other.get(f"/v1/responses/{created['id']}")).json()["status"] == "in_progress"
+            cancelled = (await other.post(f"/v1/responses/{created['id']}/cancel")).json()
+            assert cancelled["status"] == "cancelled"
+            assert (await one.get(f"/v1/responses/{created['id']}")).json() == cancelled
+
+    asyncio.run(use_two())
+    server.wait_until_idle()

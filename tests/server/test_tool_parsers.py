@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from jaxllm import ConfigError
 from jaxllm.server.parsers import (
@@ -16,6 +18,7 @@ from jaxllm.server.parsers import (
     ToolCallArguments,
     ToolCallStart,
     make_reply_parser,
+    needs_special_tokens,
     resolve_parsers,
 )
 
@@ -380,13 +383,39 @@ def test_time_is_linear_in_what_a_model_may_be_made_to_write(text):
     assert time.perf_counter() - start < 10
 
 
-def test_auto_is_what_the_chat_template_writes():
-    assert resolve_parsers("auto", "auto", "{{ '<tool_call>' }} {{ '</think>' }}") == ("hermes", "think")
-    assert resolve_parsers("auto", "auto", "[AVAILABLE_TOOLS] [TOOL_CALLS]") == ("mistral", None)
-    assert resolve_parsers("auto", "auto", '<|python_tag|> {"name": …, "parameters": …}') == ("llama3_json", None)
-    assert resolve_parsers("auto", "auto", "<tool_call>\n<function=") == (None, None)
-    assert resolve_parsers("auto", "auto", None) == (None, None)
-    assert resolve_parsers("mistral", None, "<tool_call>") == ("mistral", None)
+LLAMA3 = """<|start_header_id|>system<|end_header_id|>
+Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}."""
+
+
+@pytest.mark.parametrize(
+    ("template", "parsers"),
+    [
+        (
+            "return a json object …\n<tool_call>\n{\"name\": <function-name>} … {{ '</think>' }}",
+            ("hermes", "think"),
+        ),  # Qwen3
+        ("{{ '[AVAILABLE_TOOLS]' }} {{ '[TOOL_CALLS] [' }}", ("mistral", None)),
+        (LLAMA3, ("llama3_json", None)),
+        ("<tool_call>\n<function=example_function_name>", (None, None)),  # Qwen3-Coder: not JSON
+        ("<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key>", (None, None)),  # GLM-4.5: neither
+        ("<|im_start|>{{ message.role }}", (None, None)),
+        (None, (None, None)),
+    ],
+)
+def test_auto_is_what_the_chat_template_writes(template, parsers):
+    assert resolve_parsers("auto", "auto", template) == parsers
+    assert resolve_parsers("mistral", None, template) == ("mistral", None)
+
+
+def test_markers_that_are_special_tokens_need_to_be_shown():
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.add_special_tokens([AddedToken("[TOOL_CALLS]", special=True)])
+    tokenizer.add_tokens([AddedToken("<tool_call>"), AddedToken("<think>")])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    assert needs_special_tokens("mistral", None, tokenizer)
+    assert needs_special_tokens("mistral", "think", tokenizer)
+    assert not needs_special_tokens("hermes", "think", tokenizer)
+    assert not needs_special_tokens(None, None, tokenizer)
 
 
 def test_an_unknown_parser_is_refused_with_the_names_of_those_there_are():
