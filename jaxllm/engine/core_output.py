@@ -60,9 +60,7 @@ class CoreOutput:
 
     def joined(self, later: "CoreOutput") -> "CoreOutput":
         """Both as one, with the time of this one."""
-        whole = CoreOutput(
-            self.time, started=self.started + later.started, finished=self.finished + later.finished
-        )
+        whole = CoreOutput(self.time, started=self.started + later.started, finished=self.finished + later.finished)
         tokens: dict[Key, list[int]] = dict(self.tokens_by_key())
         logprobs = dict(self.logprobs)
         for key, token_ids in later.tokens_by_key():

@@ -151,16 +151,13 @@ class Engine:
         answer = _Answer(request_id, prompt, token_ids, on_text, [[] for _ in keys], num_unfinished=len(keys))
         self._keys[request_id] = keys
         for index, key in enumerate(keys):
-            self._outputs.add(
-                key, answer, prompt_token_ids=token_ids, params=params, arrival_time=now, index=index
-            )
+            self._outputs.add(key, answer, prompt_token_ids=token_ids, params=params, arrival_time=now, index=index)
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """Ends a request in any state. Returns what it has so far; None if no unfinished one has this id."""
-        outputs = [self.core.end_request(key, "abort") for key in self._keys.get(request_id, ())]
-        for output in outputs:
-            if output is not None:
-                self._take_in(output)
+        for rest in [self.core.end_request(key, "abort") for key in self._keys.get(request_id, ())]:
+            if rest is not None:
+                self._take_in(rest)
         for output in self._finished:
             if output.request_id == request_id:
                 self._finished.remove(output)
