@@ -6,67 +6,50 @@
 finishes by a new one; `turnover` does so with requests of ten output tokens, so that a tenth of the rows changes in
 each step. No prompt begins like another. No model runs: a step's result is a fixed array. Needs numpy only.
 `slope` is what each further row costs, between this number of rows and the one before.
+
+Where vLLM is installed (benchmarks/peers/install.sh), its scheduler gets the same requests afterwards, in a Python of
+its own: schedule and update, without what it does to build a batch. `ratio` is its median by ours.
 """
 
 import argparse
+import json
+import subprocess
 from collections import deque
-from collections.abc import Iterator
-from itertools import count
+from pathlib import Path
 from time import perf_counter
 
 import numpy as np
+from peers.host_load import LOADS, STOP_TOKEN_ID, max_num_batched_tokens, num_unfinished, sampled_token_ids
 
 from jaxllm.scheduler import Request, Scheduler, SchedulerConfig, StepBatch, declare_buckets, pick
 
+HERE = Path(__file__).resolve().parent
 PHASES = ("schedule", "build", "launch", "update")
-
-
-def decode_load(num_rows: int, max_model_len: int, rng: np.random.Generator) -> Iterator[Request]:
-    """As many requests as rows, which outlast the measurement. Lengths differ, so pages fill in turn."""
-    for index in range(num_rows):
-        prompt = rng.integers(0, 32_000, 64 + index % 64)
-        yield Request(f"r{index}", prompt.tolist(), max_tokens=max_model_len, stop_token_ids=(2,))
-
-
-def churn_load(num_rows: int, max_model_len: int, rng: np.random.Generator) -> Iterator[Request]:
-    """Requests without end, of 16 to 127 tokens in and out."""
-    del num_rows, max_model_len
-    for index in count():
-        prompt = rng.integers(0, 32_000, rng.integers(16, 128))
-        yield Request(f"r{index}", prompt.tolist(), max_tokens=int(rng.integers(16, 128)), stop_token_ids=(2,))
-
-
-def turnover_load(num_rows: int, max_model_len: int, rng: np.random.Generator) -> Iterator[Request]:
-    """Requests without end, of 16 to 127 tokens in and 10 out. The first ones differ, to end in different steps."""
-    del max_model_len
-    for index in count():
-        prompt = rng.integers(0, 32_000, rng.integers(16, 128))
-        max_tokens = 10 if index >= num_rows else 1 + index % 10
-        yield Request(f"r{index}", prompt.tolist(), max_tokens=max_tokens, stop_token_ids=(2,))
-
-
-LOADS = {"decode": decode_load, "churn": churn_load, "turnover": turnover_load}
 
 
 def measure(load: str, num_rows: int, args: argparse.Namespace) -> np.ndarray:
     """float[num_steps, 4]: seconds of each phase in each measured step."""
     config = SchedulerConfig(
         max_num_seqs=num_rows,
-        max_num_batched_tokens=2048 + 8 * num_rows,
+        max_num_batched_tokens=max_num_batched_tokens(num_rows),
         max_model_len=args.max_model_len,
         page_size=args.page_size,
         num_pages=1 + num_rows * -(-args.max_model_len // args.page_size),
     )
     buckets = declare_buckets(config.max_num_batched_tokens, num_rows, 4)
     scheduler = Scheduler(config)
-    requests = LOADS[load](num_rows, args.max_model_len, np.random.default_rng(0))
-    results = np.random.default_rng(1).integers(3, 32_000, num_rows).astype(np.int32)
+    arrivals = LOADS[load](num_rows, args.max_model_len)
+    results = np.array(sampled_token_ids(num_rows), np.int32)
     in_flight: deque = deque()
-    most = num_rows + num_rows // 8 + 1
-    seconds = []
+    most = num_unfinished(num_rows)
+    seconds, num_added = [], 0
     while len(seconds) < args.warmup + args.steps:
-        while scheduler.num_running + scheduler.num_waiting < most and (request := next(requests, None)):
-            scheduler.add_request(request)
+        while scheduler.num_running + scheduler.num_waiting < most and (arrival := next(arrivals, None)):
+            prompt, max_tokens = arrival
+            scheduler.add_request(
+                Request(f"r{num_added}", prompt, max_tokens=max_tokens, stop_token_ids=(STOP_TOKEN_ID,))
+            )
+            num_added += 1
         marks = [perf_counter()]
         plan = scheduler.schedule()
         marks.append(perf_counter())
@@ -83,6 +66,24 @@ def measure(load: str, num_rows: int, args: argparse.Namespace) -> np.ndarray:
     return np.array(seconds[args.warmup :])
 
 
+def measure_vllm(args: argparse.Namespace) -> list[dict]:
+    """vLLM's figures, in microseconds; none, and a line that says why, where it cannot be run."""
+    python = args.peers_dir / "vllm" / "bin" / "python"
+    if not python.exists():
+        print(f"vllm: not installed in {args.peers_dir}: left out")
+        return []
+    sizes = {"rows": args.rows, "loads": args.loads, "steps": [args.steps], "warmup": [args.warmup]}
+    sizes |= {"max-model-len": [args.max_model_len], "page-size": [args.page_size]}
+    command = [str(python), str(HERE / "peers" / "vllm_scheduler.py")]
+    for name, values in sizes.items():
+        command += [f"--{name}", *map(str, values)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        print(f"vllm: failed with status {result.returncode}: left out\n{result.stderr.strip()[-2000:]}")
+        return []
+    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 64, 256, 1024], help="running (8 64 256 1024)")
@@ -91,6 +92,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=200, help="steps before them (200)")
     parser.add_argument("--max-model-len", type=int, default=4096, help="tokens (4096)")
     parser.add_argument("--page-size", type=int, default=64, help="tokens (64)")
+    parser.add_argument("--peers-dir", type=Path, default=HERE.parent / ".venv-peers", help="where vLLM is")
     args = parser.parse_args()
     if args.warmup + args.steps + 128 > args.max_model_len:
         parser.error("--warmup + --steps + 128 exceeds --max-model-len: the requests of the decode load would end")
@@ -101,6 +103,7 @@ def main() -> None:
         + "".join(f"{phase:>10}" for phase in PHASES)
         + f"{'best':>10}{'median':>10}{'slope':>8}"
     )
+    medians: dict[tuple[str, int], float] = {}
     for load in args.loads:
         before = None
         for num_rows in args.rows:
@@ -108,8 +111,18 @@ def main() -> None:
             total = microseconds.sum(axis=1)
             figures = [*np.median(microseconds, axis=0), total.min(), np.median(total)]
             slope = "" if before is None else f"{(figures[-1] - before[1]) / (num_rows - before[0]):8.3f}"
-            print(f"{load:8}{num_rows:6}" + "".join(f"{figure:10.1f}" for figure in figures) + slope)
+            print(f"{load:8}{num_rows:6}" + "".join(f"{figure:10.1f}" for figure in figures) + slope, flush=True)
+            medians[load, num_rows] = figures[-1]
             before = num_rows, figures[-1]
+
+    print()
+    if of_vllm := measure_vllm(args):
+        print(f"vLLM {of_vllm[0]['version']}")
+        print(f"{'load':8}{'rows':>6}{'schedule':>10}{'update':>10}{'best':>10}{'median':>10}{'ratio':>8}")
+        for row in of_vllm:
+            ratio = row["median"] / medians[row["load"], row["rows"]]
+            figures = (row[name] for name in ("schedule", "update", "best", "median"))
+            print(f"{row['load']:8}{row['rows']:6}" + "".join(f"{x:10.1f}" for x in figures) + f"{ratio:8.1f}")
 
 
 if __name__ == "__main__":

@@ -117,17 +117,27 @@ def main() -> None:
         for name, engine in engines.items():
             turns[name].append(run_turn(*engine, args, rng))
     print(f"{args.decodes} decodes and a prompt of {args.prompt:,} tokens; milliseconds between tokens of the decodes")
-    print(f"{'TPOT target':14}{'alone: p50':>12}{'p99':>8}{'with it: p50':>14}{'p99':>8}{'max':>8}"
-          f"{'p99 ratio':>11}{'best':>7}{'TTFT, s':>9}{'steps':>7}")
+    print(
+        f"{'TPOT target':14}{'alone: p50':>12}{'p99':>8}{'with it: p50':>14}{'p99':>8}{'max':>8}"
+        f"{'p99 ratio':>11}{'best':>7}{'TTFT, s':>9}{'steps':>7}"
+    )
     for name, its_turns in turns.items():
         percentiles = [
             median(float(np.percentile(getattr(turn, field), percent)) for turn in its_turns)
-            for field, percent in [("without_ms", 50), ("without_ms", 99), ("with_ms", 50), ("with_ms", 99), ("with_ms", 100)]
+            for field, percent in [
+                ("without_ms", 50),
+                ("without_ms", 99),
+                ("with_ms", 50),
+                ("with_ms", 99),
+                ("with_ms", 100),
+            ]
         ]
         ratios = [turn.ratio for turn in its_turns]
         a, b, c, d, e = percentiles
-        print(f"{name:14}{a:12.1f}{b:8.1f}{c:14.1f}{d:8.1f}{e:8.1f}{median(ratios):11.2f}{min(ratios):7.2f}"
-              f"{median(turn.ttft_s for turn in its_turns):9.2f}{its_turns[0].num_steps:7}")
+        print(
+            f"{name:14}{a:12.1f}{b:8.1f}{c:14.1f}{d:8.1f}{e:8.1f}{median(ratios):11.2f}{min(ratios):7.2f}"
+            f"{median(turn.ttft_s for turn in its_turns):9.2f}{its_turns[0].num_steps:7}"
+        )
 
 
 def start(model: str, **options) -> tuple[LLM, Clock]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.core_client import CoreClient, State
+from jaxllm.engine.core_messages import Abort, Profile, ResetPrefixCache
 from jaxllm.engine.core_output import CoreOutput
 from jaxllm.engine.core_request import CoreRequest
 from jaxllm.engine.detokenizer import token_bytes
@@ -184,19 +185,19 @@ class AsyncLLM:
     async def abort(self, request_id: str) -> bool:
         """Ends the requests of this id, whichever client of the engine has sent them; their streams end with the reason
         "abort". False if there is none. Raises EngineDeadError."""
-        return await self._client.call("abort", request_id)
+        return await self._client.ask(Abort(self._client.next_number(), request_id))
 
     async def reset_prefix_cache(self, *, force: bool = False) -> bool:
         """Makes the engine forget all cached prefixes. While requests run it refuses and returns False; with `force` it
         preempts them. Raises EngineDeadError."""
-        return await self._client.call("reset_prefix_cache", force)
+        return await self._client.ask(ResetPrefixCache(self._client.next_number(), force))
 
     async def profile(self, folder: str | None) -> None:
         """Starts a trace of JAX's profiler in the engine process, to be written to `folder`; None ends it.
 
         Raises InvalidRequestError if there is a trace already, or none; or EngineDeadError.
         """
-        await self._client.call("profile", folder)
+        await self._client.ask(Profile(self._client.next_number(), folder))
 
     def token_text(self, token_id: int) -> tuple[str, bytes]:
         """What a token looks like, and the bytes that it adds to a text, which may be a part of a character."""

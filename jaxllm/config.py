@@ -10,6 +10,7 @@ from jaxllm.options import refuse_unknown_options
 from jaxllm.scheduler.config import RETURNS, TenantConfig
 
 DTYPES = ("bfloat16", "float32", "float16")
+_NO_LIMITS = TenantConfig()
 SCHEDULING_POLICIES = ("priority", "fcfs", "fair")
 _MINIMUMS = {
     "max_model_len": 2,  # A prompt token and a new one.
@@ -88,7 +89,7 @@ class EngineConfig:
     tpot_target_ms: float | None = None
     ttft_target_ms: float | None = None
     tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
-    default_tenant: TenantConfig = TenantConfig()
+    default_tenant: TenantConfig = _NO_LIMITS
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -1,6 +1,5 @@
 """The HTTP application: what every route shares, and the routes."""
 
-import logging
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from jaxllm.server.request_log import RequestLog
     from jaxllm.server.response_store import ResponseStore
     from jaxllm.server.tracing import Tracing
-
-logger = logging.getLogger("jaxllm.server")
 
 # The first that fits is taken, so what is asked for most comes first.
 ROUTES = ("chat", "completions", "responses", "messages", "models", "health", "tokenize", "admin", "metrics")
@@ -138,13 +135,7 @@ def create_app(
     app.state.server = server
     add_error_handlers(app)
     for name in ROUTES + UI_ROUTES * config.ui:
-        try:
-            module = import_module(f"jaxllm.server.routes.{name}")
-        except ModuleNotFoundError as error:
-            if error.name != f"jaxllm.server.routes.{name}":
-                raise
-            logger.warning("routes/%s.py is missing", name)
-            continue
+        module = import_module(f"jaxllm.server.routes.{name}")
         app.include_router(module.router, responses=documented_errors(f"/v1/{name}"))
     app.add_middleware(UnexpectedErrors)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)

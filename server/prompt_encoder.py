@@ -15,10 +15,13 @@ _MAX_INLINE_CHARACTERS = 4096  # about 1 ms of work; a thread costs less than wa
 
 
 class PromptEncoder:
-    """Tokenizes as `LLM` does. Long texts are for a thread, in which the tokenizer runs without Python's lock."""
+    """Tokenizes as `LLM` does. Long texts are for a thread, in which the tokenizer runs without Python's lock; those
+    that would not fit the context if they were made of the longest tokens only are not looked at."""
 
     def __init__(self, llm: "AsyncLLM") -> None:
         self._tokenizer: Tokenizer = llm.tokenizer.backend_tokenizer
+        self._max_model_len = llm.info.max_model_len
+        self._max_characters = self._max_model_len * max(map(len, self._tokenizer.get_vocab()))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jaxllm-tokenize")
@@ -26,9 +29,14 @@ class PromptEncoder:
     async def encode(self, text: str, *, name: str = "the prompt", add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text.
 
-        Raises InvalidRequestError, with `name`, for a text that is not Unicode: half of a surrogate pair, which
-        JSON can spell, stands for no character.
+        Raises InvalidRequestError, with `name`, for a text that is hopelessly long, or not Unicode: half of a surrogate
+        pair, which JSON can spell, stands for no character.
         """
+        if len(text) > self._max_characters:
+            raise InvalidRequestError(
+                f"{name} has {len(text):,} characters; no more than {self._max_characters:,} can fit the context of "
+                f"{self._max_model_len:,} tokens (max_model_len). Shorten it."
+            )
         try:
             text.encode()
         except UnicodeEncodeError as error:

@@ -14,7 +14,6 @@ import jaxllm.errors
 from jaxllm.engine.core_messages import (
     Ack,
     Answer,
-    Call,
     End,
     EndReason,
     Forgotten,
@@ -22,6 +21,7 @@ from jaxllm.engine.core_messages import (
     Heartbeat,
     Hello,
     Message,
+    Question,
     Ready,
     Refused,
     Submit,
@@ -70,8 +70,8 @@ class CoreClient:
         self._last_heard = time.monotonic()
         self._ready = self._loop.create_future()  # done when the core is ready, or will never be
         self._submits: dict[int, asyncio.Future[None]] = {}  # by the first handle
-        self._calls: dict[int, asyncio.Future[bool]] = {}
-        self._call_numbers = itertools.count(1)
+        self._questions: dict[int, asyncio.Future[bool]] = {}  # by the number
+        self._numbers = itertools.count(1)
         self._is_read_planned = False
         self._connect()
         self._watcher = self._loop.create_task(self._watch())
@@ -111,16 +111,19 @@ class CoreClient:
         if self.state == "ready":
             self._send(End(handles, reason))
 
-    async def call(self, name: Literal["abort", "reset_prefix_cache", "profile"], argument: str | bool | None) -> bool:
-        """Raises what the core says is wrong, or EngineDeadError."""
+    def next_number(self) -> int:
+        """For a question to `ask`."""
+        return next(self._numbers)
+
+    async def ask(self, question: Question) -> bool:
+        """The core's answer. Raises what the core says is wrong, or EngineDeadError."""
         self._require_ready()
-        number = next(self._call_numbers)
-        answer = self._calls[number] = self._loop.create_future()
-        self._send(Call(number, name, argument))
+        answer = self._questions[question.number] = self._loop.create_future()
+        self._send(question)
         try:
             return await answer
         finally:
-            self._calls.pop(number, None)
+            self._questions.pop(question.number, None)
 
     def close(self) -> None:
         """Takes leave of the core, which ends the requests."""
@@ -133,7 +136,8 @@ class CoreClient:
     # The connection
 
     def _connect(self) -> None:
-        self._socket = socket = zmq.Context.instance().socket(zmq.DEALER)
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket = socket
         socket.setsockopt(zmq.LINGER, _LINGER_MS)
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
@@ -180,7 +184,8 @@ class CoreClient:
         self._on_lost(str(error))
 
     def _fail_all(self, error: JaxLLMError) -> None:
-        for future in (*self._submits.values(), *self._calls.values()):
+        waiting: list[asyncio.Future[Any]] = [*self._submits.values(), *self._questions.values()]
+        for future in waiting:
             if not future.done():
                 future.set_exception(error)
 
@@ -247,15 +252,13 @@ class CoreClient:
             case Taken():
                 _resolve(self._submits, message.handle, None)
             case Refused():
-                if message.handle in self._submits:
-                    self._submits[message.handle].set_exception(
-                        _error(message.error, message.message, message.retry_after_s)
-                    )
+                error = _error(message.error, message.message, message.retry_after_s)
+                _resolve(self._submits, message.handle, error)
             case Answer():
                 if message.error is None:
-                    _resolve(self._calls, message.number, message.value)
-                elif message.number in self._calls:
-                    self._calls[message.number].set_exception(_error(message.error, message.message))
+                    _resolve(self._questions, message.number, message.value)
+                else:
+                    _resolve(self._questions, message.number, _error(message.error, message.message))
             case Ready():
                 self.info = message.info
                 self.state = "ready"
@@ -266,7 +269,13 @@ class CoreClient:
 
 
 def _resolve(futures: dict[int, asyncio.Future[Any]], number: int, value: Any) -> None:
-    if (future := futures.get(number)) is not None and not future.done():
+    """Tells who waits for `number`, unless they have gone."""
+    future = futures.get(number)
+    if future is None or future.done():
+        return
+    if isinstance(value, JaxLLMError):
+        future.set_exception(value)
+    else:
         future.set_result(value)
 
 

@@ -8,8 +8,8 @@
                                         ◄─────── Tokens       one for each step that brought the client something
                                         ◄─────── Heartbeat    at least every 100 ms, but not in the middle of a step
     Ack(number) ────────────────────────────────►              of both, the latest received
-    End(handles), Call, Goodbye ────────────────►
-                                        ◄─────── Answer       to a Call
+    End(handles), a Question, Goodbye ──────────►
+                                        ◄─────── Answer       to the Question
                                         ◄─────── Forgotten    the core does not know this client (any more)
 
 A client knows its requests by numbers of its own, the handles. `Tokens` whose handles it has forgotten mean nothing.
@@ -50,12 +50,26 @@ class End(Message):
     reason: EndReason
 
 
-class Call(Message):
-    """A question or command, whose Answer has the same number."""
+class Question(Message):
+    """Its Answer has the same number."""
 
     number: int
-    name: Literal["abort", "reset_prefix_cache", "profile"]
-    argument: str | bool | None = None
+
+
+class Abort(Question):
+    """End all requests of this name, of all clients; the answer is whether there were any."""
+
+    name: str
+
+
+class ResetPrefixCache(Question):
+    force: bool
+
+
+class Profile(Question):
+    """Start a trace, to be written there; None ends it."""
+
+    folder: str | None
 
 
 class Ack(Message):
@@ -100,7 +114,7 @@ class Heartbeat(Message):
 
 
 class Answer(Message):
-    """`error` is the name of one of `jaxllm.errors`, with its message, if the call failed."""
+    """`error` is the name of one of `jaxllm.errors`, with its message, if there is no answer."""
 
     number: int
     value: bool = True
@@ -112,7 +126,7 @@ class Forgotten(Message):
     """Whatever the client still expects will not come. It may say Hello again."""
 
 
-ToCore = Hello | Submit | End | Call | Ack | Goodbye
+ToCore = Hello | Submit | End | Abort | ResetPrefixCache | Profile | Ack | Goodbye
 ToClient = Ready | Taken | Refused | Tokens | Heartbeat | Answer | Forgotten
 
 encode = msgspec.msgpack.Encoder().encode

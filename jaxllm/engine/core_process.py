@@ -34,24 +34,27 @@ import zmq
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.core_messages import (
+    Abort,
     Ack,
     Answer,
-    Call,
     End,
     Forgotten,
     Goodbye,
     Heartbeat,
     Hello,
     Message,
+    Profile,
+    Question,
     Ready,
     Refused,
+    ResetPrefixCache,
     Submit,
     Taken,
     Tokens,
     decode_to_core,
     encode,
 )
-from jaxllm.engine.core_output import CoreOutput
+from jaxllm.engine.core_output import CoreOutput, Key
 from jaxllm.engine.core_request import CoreRequest
 from jaxllm.engine.engine_info import EngineInfo
 from jaxllm.engine.engine_stats import EngineStats
@@ -161,10 +164,10 @@ class CoreServer:
     """
 
     core: Core
-    socket: zmq.Socket
+    socket: zmq.Socket[bytes]
     is_stopping: Callable[[], bool]
     _clients: dict[bytes, _Client] = field(default_factory=dict)
-    _owners: dict[str, _Owner] = field(default_factory=dict)  # by the request_id that the core knows
+    _owners: dict[Key, _Owner] = field(default_factory=dict)  # by the request_id that the core knows
     _keys: dict[tuple[bytes, int], str] = field(default_factory=dict)  # the other way round
     _next_beat: float = 0.0
 
@@ -266,7 +269,7 @@ class CoreServer:
         """Ends all requests of a client."""
         if self._clients.pop(client.identity, None) is None:
             return
-        for key in [key for key, owner in self._owners.items() if owner.client is client]:
+        for key in [key for (identity, _), key in self._keys.items() if identity == client.identity]:
             self._forget_request(key)
             self.core.end_request(key, "abort")
 
@@ -282,14 +285,14 @@ class CoreServer:
             except ValueError:  # not two frames, so not a client of ours
                 continue
             try:
-                self._answer(identity, decode_to_core(frame))
+                self._take_in(identity, decode_to_core(frame))
             except msgspec.MsgspecError as error:
                 logger.error("a client sent what is no message: %s", error)
                 if (client := self._clients.get(identity)) is not None:
                     self._part(client)
                 self._send_to(identity, Forgotten())
 
-    def _answer(self, identity: bytes, message: Message) -> None:
+    def _take_in(self, identity: bytes, message: Message) -> None:
         client = self._clients.get(identity)
         if isinstance(message, Hello):
             if client is not None:
@@ -311,8 +314,8 @@ class CoreServer:
                 self._submit(client, message)
             case End():
                 self._end(client, message)
-            case Call():
-                self._send(client, self._call(message))
+            case Question():
+                self._send(client, self._answer_to(message))
             case Goodbye():
                 self._part(client)
 
@@ -347,28 +350,29 @@ class CoreServer:
                 self._forget_request(key)
                 self.core.end_request(key, message.reason)
 
-    def _forget_request(self, key: str) -> None:
+    def _forget_request(self, key: Key) -> None:
         owner = self._owners.pop(key)
         del self._keys[owner.client.identity, owner.handle]
 
-    def _call(self, call: Call) -> Answer:
+    def _answer_to(self, question: Question) -> Answer:
+        value = True
         try:
-            match call.name:
-                case "abort":
-                    return Answer(call.number, self._abort(call.argument))
-                case "reset_prefix_cache":
-                    return Answer(call.number, self.core.reset_prefix_cache(force=bool(call.argument)))
-                case "profile":
-                    self.core.profile(call.argument)
-                    return Answer(call.number)
+            match question:
+                case Abort():
+                    value = self._abort(question.name)
+                case ResetPrefixCache():
+                    value = self.core.reset_prefix_cache(force=question.force)
+                case Profile():
+                    self.core.profile(question.folder)
         except Exception as error:
             if not isinstance(error, JaxLLMError):
-                logger.exception("%s failed", call.name)
-            return Answer(call.number, False, *_described(error))
+                logger.exception("%s failed", question)
+            return Answer(question.number, False, *_described(error))
+        return Answer(question.number, value)
 
     def _abort(self, name: str) -> bool:
         """Ends the requests of this name, whosever they are; their owners are told."""
-        keys = [key for key, owner in self._owners.items() if owner.name == name]
+        keys = [key for key in self._keys.values() if self._owners[key].name == name]
         for key in keys:
             if (output := self.core.end_request(key, "abort")) is not None:
                 self._report(output)
@@ -403,7 +407,7 @@ def main() -> None:
     try:
         module, _, name = order.engine.partition(":")
         core: Core = getattr(importlib.import_module(module), name)(order.config)
-        socket = zmq.Context.instance().socket(zmq.ROUTER)
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.LINGER, 0)
         socket.bind(order.address)

@@ -155,10 +155,9 @@ class Engine:
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """Ends a request in any state. Returns what it has so far; None if no unfinished one has this id."""
-        outputs = [self.core.end_request(key, "abort") for key in self._keys.get(request_id, ())]
-        for output in outputs:
-            if output is not None:
-                self._take_in(output)
+        for rest in [self.core.end_request(key, "abort") for key in self._keys.get(request_id, ())]:
+            if rest is not None:
+                self._take_in(rest)
         for output in self._finished:
             if output.request_id == request_id:
                 self._finished.remove(output)

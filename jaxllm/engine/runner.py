@@ -47,7 +47,7 @@ class StepHandle:
 
     def logprobs(self) -> Logprobs:
         """As numpy arrays; zeros if no row of the batch wants them. Waits for the step."""
-        return Logprobs(*map(np.asarray, self._result.logprobs))
+        return jax.device_get(self._result.logprobs)
 
 
 class Runner:

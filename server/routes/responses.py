@@ -1,6 +1,7 @@
 """/v1/responses."""
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator
@@ -23,6 +24,7 @@ from jaxllm.server.streaming import EventStream, encode_json
 if TYPE_CHECKING:
     from jaxllm.server.app import Server
 
+logger = logging.getLogger("jaxllm.server")
 router = APIRouter(tags=["generation"])
 
 _CANCEL_TIMEOUT_S = 10.0
@@ -177,6 +179,8 @@ class _Answer:
                 pass
         except Exception as error:
             known = ApiError.of(error)
+            if known.status == 500:
+                logger.error("response %s failed in the background", self.builder.response["id"], exc_info=error)
             if known.code == "request_aborted":
                 self.builder.cancel()
             else:

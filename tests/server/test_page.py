@@ -182,6 +182,19 @@ def test_tokens_tell_what_else_was_likely(stub_server, open_page):
     assert card.is_hidden()
 
 
+def test_a_character_of_several_tokens_is_one_piece(stub_server, open_page):
+    page = open_page(stub_server)
+    page.locator("#logprobs").check()
+    page.fill("#prompt", "!say:Grüße, 🚀!")
+    page.press("#prompt", "Enter")
+    page.wait_for_selector(".foot")
+    texts = page.locator(".token").all_text_contents()
+    assert "".join(texts) == text_of_answer(page)
+    assert {"ü", "ß", "🚀", "!"} <= set(texts)
+    page.locator(".token", has_text="🚀").hover()
+    assert page.locator("#token-card .token-head").count() == 4  # a byte each
+
+
 def test_all_of_it_works_with_the_keyboard_alone(stub_server, open_page):
     page = open_page(stub_server)
     is_ready(page)

@@ -120,6 +120,7 @@ def test_reasoning_is_shown_but_is_not_the_answer(chat):
     ("answer", "message"),
     [
         ((400, {}, {"error": {"message": "the prompt has 99 tokens"}}), "HTTP 400: the prompt has 99 tokens"),
+        (event_stream("{nonsense"), "sends what is no event of OpenAI's API: {nonsense"),
         (event_stream('{"error": {"message": "the engine died"}}', "[DONE]"), "error: the engine died"),
         (event_stream('{"choices": [{"index": 0, "delta": {"content": "a"}}]}'), "has ended the answer too early"),
         (
@@ -141,7 +142,9 @@ def test_what_goes_wrong_is_told_and_the_conversation_goes_on(chat, answer, mess
         code, out, err = chat(server, ["one", "two"])
     assert code == 0
     assert any(part in err for part in message.split("|"))
+    assert "the message was left out of the conversation" in err
     assert out.endswith("w0 w1 w2 \n")
+    assert server.bodies("/v1/chat/completions")[1]["messages"] == [{"role": "user", "content": "two"}]
 
 
 @pytest.mark.parametrize(
@@ -187,3 +190,12 @@ def test_errors_before_the_conversation_end_it(chat, capsys):
     with FakeOpenAI(reply=lambda asked: (200, {}, b"<html>")) as server:
         code, _, err = chat(server, [])
         assert (code, "it is no server of OpenAI's API" in err) == (2, True)
+
+
+def test_a_conversation_with_our_server(stub_server, chat):
+    """The stub repeats the prompt, which the template makes "[user]hi[assistant]"."""
+    code, out, err = chat(stub_server, ["hi"], "--max-tokens", "8")
+    assert code == 0
+    assert out == "[user]hi\n"
+    assert "8 tokens in" in err
+    assert "cut off by --max-tokens 8" in err

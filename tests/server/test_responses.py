@@ -514,7 +514,7 @@ def test_arguments_that_a_model_got_wrong_can_be_sent_back(client, arguments):
         {"type": "function_call_output", "call_id": "c", "output": "no"},
     ]
     if len(arguments) > 1000:
-        with pytest.raises(openai.BadRequestError, match="the context holds"):
+        with pytest.raises(openai.BadRequestError, match="max_model_len"):
             client.responses.create(model="stub", input=items)
         return
     response = client.responses.create(model="stub", input=items, max_output_tokens=150)
