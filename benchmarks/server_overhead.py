@@ -16,26 +16,21 @@ figures that hold on a busy machine, too.
 """
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
-import signal
-import socket
-import subprocess
-import sys
 import time
-import urllib.request
-from collections.abc import Coroutine, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Coroutine, Sequence
+from contextlib import AbstractContextManager
 from statistics import median
 from typing import Any
 
 import numpy as np
+import server_process
 import uvloop
 from byte_counter import Counts, closed_loop, open_loop, request_bytes
 from free_engine import STEP_MS, FreeEngine
+from server_process import ServerProcess
 
 from jaxllm import EngineConfig
 from jaxllm.engine.core_request import CoreRequest
@@ -45,39 +40,14 @@ TEXT = "The history of the city begins long before its walls were built, when tr
 LATENCY_STEP_MS, LATENCY_RATE, LATENCY_TOKENS = 10.0, 100.0, 32
 
 
-@dataclass
-class Process:
-    """A server with one HTTP worker, and its engine's process."""
-
-    url: str
-    pid: int
-
-    def cpu_s(self) -> tuple[float, float]:
-        """So far: of the HTTP worker, and of the processes that it has started."""
-        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
-        return _cpu_s(self.pid), sum(map(_cpu_s, map(int, children)))
-
-
-@contextlib.contextmanager
-def server(model: str, step_ms: float) -> Iterator[Process]:
-    """A server whose engine takes so long for a step; it ends with the context."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    process = subprocess.Popen(
-        [sys.executable, __file__, "--model", model, "--serve", str(port)],
-        env=os.environ | {STEP_MS: str(step_ms), "JAX_PLATFORMS": "cpu"},
+def server(model: str, step_ms: float) -> AbstractContextManager[ServerProcess]:
+    """A server whose engine takes so long for a step."""
+    return server_process.server(
+        ["--model", model, "--serve"], [__file__], {STEP_MS: str(step_ms), "JAX_PLATFORMS": "cpu"}
     )
-    try:
-        url = f"http://127.0.0.1:{port}"
-        _wait_until_ready(process, url)
-        yield Process(url, process.pid)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(30)
 
 
-def measure_streams(process: Process, model: str, num_requests: int, concurrency: int, num_tokens: int) -> str:
+def measure_streams(process: ServerProcess, model: str, num_requests: int, concurrency: int, num_tokens: int) -> str:
     body = {"model": model, "prompt": TEXT, "max_tokens": num_tokens, "stream": True, "ignore_eos": True}
     request = request_bytes(process.url, "/v1/completions", json.dumps(body).encode())
     uvloop.run(closed_loop(process.url, iter([request] * concurrency), concurrency, streams=True))
@@ -91,7 +61,7 @@ def measure_streams(process: Process, model: str, num_requests: int, concurrency
     )
 
 
-def measure_short(process: Process, model: str, path: str, num_requests: int, concurrency: int) -> str:
+def measure_short(process: ServerProcess, model: str, path: str, num_requests: int, concurrency: int) -> str:
     prompt = {"messages": [{"role": "user", "content": TEXT}]} if "chat" in path else {"prompt": TEXT}
     body = {"model": model, "max_tokens": 8, "ignore_eos": True} | prompt
     request = request_bytes(process.url, path, json.dumps(body).encode())
@@ -151,10 +121,12 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=64, help="at once (64)")
     parser.add_argument("--rates", type=int, nargs="+", default=[5_000, 10_000, 20_000], help="of `paced`, tokens/s")
     parser.add_argument("--quick", action="store_true", help="a quarter of the requests")
-    parser.add_argument("--serve", type=int, metavar="PORT", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--log-level", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        serve(args.model, args.serve)
+        serve(args.model, args.port, args.log_level)
         return
     what = args.what or ("free", "paced", "short", "added")
     scale = 1 if args.quick else 4
@@ -174,19 +146,19 @@ def main() -> None:
         print(f"added             {measure_added(args.model, 200 * scale)}   (bar: {BARS['added']:g})", flush=True)
 
 
-def serve(model: str, port: int) -> None:
+def serve(model: str, port: int, log_level: str) -> None:
     """A server in this process, until SIGTERM."""
     from jaxllm.server.serve import serve
     from jaxllm.server.server_config import ServerConfig
 
-    config = ServerConfig(port=port, served_model_name=[model], log_level="warning")
+    config = ServerConfig(port=port, served_model_name=[model], log_level=log_level)
     serve(EngineConfig(model=model), config, engine="free_engine:FreeEngine")
 
 
 class _Load:
     """A load that has run, and what everybody used for it."""
 
-    def __init__(self, process: Process, load: Coroutine[Any, Any, Counts]) -> None:
+    def __init__(self, process: ServerProcess, load: Coroutine[Any, Any, Counts]) -> None:
         before, own_before = process.cpu_s(), time.process_time()
         self.counts = uvloop.run(load)
         self._own_s = time.process_time() - own_before
@@ -195,21 +167,6 @@ class _Load:
     def cpu(self, number: int) -> str:
         times = (self._worker_s, self._engine_s, self._own_s)
         return "CPU {:.0f} + {:.0f} + {:.0f} µs".format(*(1e6 * seconds / number for seconds in times))
-
-
-def _cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _wait_until_ready(process: subprocess.Popen, url: str) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
-            if answer.status == 200:
-                return
-        time.sleep(0.1)
-    raise SystemExit(f"the server does not answer at {url}")
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ class Answer:
             completion.finish_reason,
             len(output.prompt_token_ids),
             len(completion.token_ids),
-            metrics and metrics.ttft_s,
-            metrics and metrics.tpot_s,
+            None if metrics is None else metrics.ttft_s,
+            None if metrics is None else metrics.tpot_s,
         )
 
 

@@ -143,7 +143,11 @@ def add_error_handlers(app: FastAPI) -> None:
     """Every answer with an error comes from here, also for unknown paths and for exceptions of ours."""
 
     async def answer_expected(request: Request, error: Exception) -> JSONResponse:
-        return error_response(request.scope, ApiError.of(error))
+        api_error = ApiError.of(error)
+        if type(error) is HTTPException and error.status_code in (404, 405):  # Starlette's, which names neither
+            allowed = f"; it takes {error.headers['Allow']}" if error.headers else ""
+            api_error.message = f"there is no {request.method} {request.url.path} here{allowed}"
+        return error_response(request.scope, api_error)
 
     for kind in (HTTPException, RequestValidationError, InvalidRequestError, OverloadedError, EngineDeadError):
         app.add_exception_handler(kind, answer_expected)

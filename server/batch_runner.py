@@ -160,7 +160,7 @@ class BatchRunner:
         num_before = self._output.num_done
         for number, line in enumerate(self._batch.lines()):
             try:
-                request: BatchRequest | Exception = self._batch.parse(line)
+                request: BatchRequest | BadLineError = self._batch.parse(line)
             except BadLineError as error:
                 request = error
             if number >= num_before:

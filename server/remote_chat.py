@@ -84,7 +84,8 @@ class RemoteModel:
         """The answer, piece by piece. Reasoning that the server tells apart goes to stderr."""
         body = {"model": self.name, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
         start, first, last = time.perf_counter(), None, 0.0
-        finish_reason, usage = None, {}
+        finish_reason: str | None = None
+        usage: dict[str, Any] = {}
         events = SseReader()
         with self._open("/v1/chat/completions", body | self._options) as answer:
             for line in _lines(answer, self.url):

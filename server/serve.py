@@ -179,10 +179,11 @@ class _Supervisor:
 
     def _log_engine(self, llm: AsyncLLM, seconds: float) -> None:
         info = llm.info
+        device = info.device if info.platform in info.device.lower() else f"{info.device} ({info.platform})"
         logger.info(
-            "the engine is ready after %.1f s: %s on %s (%s), %s, context of %s tokens, %s pages of %d tokens",
-            seconds, info.model, info.device, info.platform, info.dtype, f"{info.max_model_len:,}",
-            f"{info.num_pages - 1:,}", info.page_size,
+            "the engine is ready after %.1f s: %s on %s, %s, context of %s tokens, %s pages of %d tokens",
+            seconds, info.model, device, info.dtype, f"{info.max_model_len:,}", f"{info.num_pages - 1:,}",
+            info.page_size,
         )  # fmt: skip
 
     async def _log_start(self) -> None:

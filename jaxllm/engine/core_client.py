@@ -144,21 +144,21 @@ class CoreClient:
         socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         socket.connect(self.address)
-        self._loop.add_reader(socket.getsockopt(zmq.FD), self._read)
-        self._loop.add_reader(self._monitor.getsockopt(zmq.FD), self._notice)
+        self._loop.add_reader(socket.fileno(), self._read)
+        self._loop.add_reader(self._monitor.fileno(), self._notice)
         self._notice()  # its file descriptor tells of news only after it was asked once
         self._send(Hello())
 
     def _disconnect(self) -> None:
         for socket in (self._socket, self._monitor):
-            self._loop.remove_reader(socket.getsockopt(zmq.FD))
+            self._loop.remove_reader(socket.fileno())
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close()
 
     def _notice(self) -> None:
         """The only event that is asked for: whoever listened there does not any more."""
-        if self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        if _has_news(self._monitor):
             self._lose("the engine process has ended")
 
     def _lose(self, reason: str) -> None:
@@ -212,7 +212,7 @@ class CoreClient:
 
     def _send_frame(self, frame: bytes) -> None:
         self._socket.send(frame, zmq.NOBLOCK)
-        if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # for which its file descriptor may not wake us any more
+        if _has_news(self._socket):  # for which its file descriptor may not wake us any more
             self._plan_read()
 
     def _plan_read(self) -> None:
@@ -266,6 +266,11 @@ class CoreClient:
                     self._ready.set_result(None)
             case Forgotten():
                 self._lose("the engine process does not know this client any more")
+
+
+def _has_news(socket: zmq.Socket[bytes]) -> bool:
+    """Whether something can be read. If not, its file descriptor tells when."""
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
 def _resolve(futures: dict[int, asyncio.Future[Any]], number: int, value: Any) -> None:

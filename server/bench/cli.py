@@ -223,7 +223,7 @@ def _clients(args: argparse.Namespace) -> "dict[str, HttpClient]":
     try:
         return {name: HttpClient(args.url, api_key=key) for name, key in keys.items()}
     except ValueError as error:
-        args.parser.error(str(error))
+        raise ConfigError(str(error)) from error
 
 
 def _refuse_what_would_be_ignored(args: argparse.Namespace) -> None:

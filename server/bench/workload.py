@@ -64,8 +64,8 @@ def shared_prefix_requests(
 ) -> list[BenchRequest]:
     """Each begins with one of `num_prefixes` prefixes, drawn evenly, and goes on with `input_len` tokens of its own."""
     prefixes = rng.integers(0, num_prefixes, num_requests)
-    lens = {"prompt_len": prefix_len + input_len, "output_len": output_len, "prefix_len": prefix_len}
-    return [BenchRequest(prefix=f"prefix {prefix}", **lens) for prefix in prefixes]
+    one = BenchRequest(prompt_len=prefix_len + input_len, output_len=output_len, prefix_len=prefix_len)
+    return [replace(one, prefix=f"prefix {prefix}") for prefix in prefixes]
 
 
 def trace_requests(path: str | Path, speed: float) -> list[BenchRequest]:

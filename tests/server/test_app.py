@@ -143,16 +143,19 @@ def test_unknown_paths_and_methods_have_errors_of_the_same_shape(client):
     answer = client.get("/v1/nothing")
     assert answer.status_code == 404
     assert error_of(answer)["type"] == "not_found_error"
+    assert error_of(answer)["message"] == "there is no GET /v1/nothing here"
     answer = client.get("/tokenize")
     assert answer.status_code == 405
     assert answer.headers["allow"] == "POST"
     assert error_of(answer)["type"] == "invalid_request_error"
+    assert error_of(answer)["message"] == "there is no GET /tokenize here; it takes POST"
 
 
 def test_errors_under_messages_have_anthropics_shape(client):
+    message = "there is no GET /v1/messages/nothing here"
     answer = client.get("/v1/messages/nothing")
     assert answer.status_code == 404
-    assert answer.json() == {"type": "error", "error": {"type": "not_found_error", "message": "Not Found"}}
+    assert answer.json() == {"type": "error", "error": {"type": "not_found_error", "message": message}}
     answer = client.post("/v1/messages", content=b"{", headers={"content-type": "application/json"})
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
