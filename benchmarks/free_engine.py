@@ -1,7 +1,8 @@
 """An engine that costs nothing: no model and no scheduler, a token for each request in each step.
 
-It says the prompt again and again. `STEP_MS` in the environment is the time from one step to the next; with 0 the steps
-follow each other at once.
+It says the prompt again and again. `STEP_MS` in the environment is the time from the end of one step to that of the
+next, whatever is done between, as with a device that is a step ahead of its host; with 0 the steps follow each other at
+once.
 """
 
 import os
@@ -36,7 +37,7 @@ class FreeEngine:
             enable_prefix_caching=False,
         )
         self._step_s = float(os.environ.get(STEP_MS, "0")) / 1e3
-        self._next_step = 0.0
+        self._step_end = 0.0
         self._running: dict[str, list] = {}  # request, number of output tokens
         self._held: dict[str, list[int]] = {}  # of requests that do not stream, all tokens but the first
         self._new: list[str] = []
@@ -62,9 +63,9 @@ class FreeEngine:
         rows = list(self._running.items())
         new, self._new = [key for key in self._new if key in self._running], []
         if self._step_s:
-            end = max(self._next_step, start) if self._next_step > start - self._step_s else start
-            self._next_step = end + self._step_s
-            time.sleep(max(0.0, self._next_step - start))
+            was_idle = self._step_end < start - self._step_s
+            self._step_end = (start if was_idle else self._step_end) + self._step_s
+            time.sleep(max(0.0, self._step_end - start))
         output = CoreOutput(time=time.monotonic(), started=[(key, start, 0) for key in new])
         for key, row in rows:
             request, number = row

@@ -10,6 +10,7 @@ token, which is its TTFT. The target follows from what the first decodes took al
 import argparse
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from time import perf_counter
 
@@ -58,7 +59,7 @@ class Clock:
             later - earlier
             for request_id, times in self.times.items()
             if request_id != LONG
-            for earlier, later in zip(times, times[1:], strict=False)
+            for earlier, later in pairwise(times)
             if start <= later <= end
         ]
         return 1e3 * np.array(gaps)

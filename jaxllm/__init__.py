@@ -69,7 +69,12 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'jaxllm' has no attribute {name!r}")
-    return getattr(import_module(f"jaxllm.{_HOMES[name]}"), name)
+    try:
+        return getattr(import_module(f"jaxllm.{_HOMES[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name in ("msgspec", "zmq"):
+            raise ImportError(f"{name} needs {error.name}: pip install 'jaxllm[serve]'") from error
+        raise
 
 
 def __dir__() -> list[str]:

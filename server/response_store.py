@@ -10,19 +10,24 @@ from typing import Any
 import msgspec
 
 _MAX_BYTES = 256 * 2**20
-_TABLE = """
-CREATE TABLE IF NOT EXISTS responses (
-    tenant TEXT, id TEXT, used INTEGER, size INTEGER, body BLOB, PRIMARY KEY (tenant, id)
-) WITHOUT ROWID
+_SCHEMA = """
+PRAGMA journal_mode = WAL;
+PRAGMA synchronous = OFF;
+BEGIN IMMEDIATE;
+CREATE TABLE IF NOT EXISTS responses (tenant TEXT, id TEXT, used INTEGER, body BLOB, UNIQUE (tenant, id));
+CREATE INDEX IF NOT EXISTS by_use ON responses (used);
+CREATE TABLE IF NOT EXISTS totals (number INTEGER, bytes INTEGER);
+INSERT INTO totals SELECT 0, 0 WHERE NOT EXISTS (SELECT * FROM totals);
+CREATE TRIGGER IF NOT EXISTS inserted AFTER INSERT ON responses BEGIN
+    UPDATE totals SET number = number + 1, bytes = bytes + length(new.body);
+END;
+CREATE TRIGGER IF NOT EXISTS deleted AFTER DELETE ON responses BEGIN
+    UPDATE totals SET number = number - 1, bytes = bytes - length(old.body);
+END;
+COMMIT;
 """
-_EVICT = """
-DELETE FROM responses WHERE (tenant, id) IN (
-    SELECT tenant, id FROM (
-        SELECT tenant, id, row_number() OVER newest AS rank, sum(size) OVER newest AS total
-        FROM responses WINDOW newest AS (ORDER BY used DESC ROWS UNBOUNDED PRECEDING)
-    ) WHERE rank > ? OR total > ?
-)
-"""
+_DELETE = "DELETE FROM responses WHERE tenant = ? AND id = ? RETURNING id"
+_DELETE_OLDEST = "DELETE FROM responses WHERE rowid = (SELECT rowid FROM responses ORDER BY used LIMIT 1)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,15 +53,18 @@ class ResponseStore:
         path = ":memory:" if shared_folder is None else shared_folder / "responses.sqlite"
         # Transactions are as short as one response, and nothing here has to survive the machine.
         self._database = sqlite3.connect(path, isolation_level=None, timeout=10.0, check_same_thread=False)
-        for command in ("PRAGMA journal_mode = WAL", "PRAGMA synchronous = OFF", _TABLE):
-            self._database.execute(command).close()
+        self._database.executescript(_SCHEMA).close()
 
     def put(self, tenant: str, stored: StoredResponse) -> None:
         """Keeps a response, in the place of an earlier one with its id."""
         body = msgspec.json.encode(stored)
-        row = (tenant, stored.response["id"], time.monotonic_ns(), len(body), body)
-        self._run("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?)", *row)
-        self._run(_EVICT, self.max_responses, self._max_bytes)
+        with self._database:  # commits, or rolls back
+            self._run("BEGIN IMMEDIATE")
+            self._run(_DELETE, tenant, stored.response["id"])
+            row = (tenant, stored.response["id"], time.monotonic_ns(), body)
+            self._run("INSERT INTO responses VALUES (?, ?, ?, ?)", *row)
+            while self._run("SELECT * FROM totals WHERE number > ? OR bytes > ?", self.max_responses, self._max_bytes):
+                self._run(_DELETE_OLDEST)
 
     def get(self, tenant: str, response_id: str) -> StoredResponse | None:
         """None: it was never kept, was deleted, or had to make room."""
@@ -68,11 +76,10 @@ class ResponseStore:
 
     def delete(self, tenant: str, response_id: str) -> bool:
         """False: there is none."""
-        command = "DELETE FROM responses WHERE tenant = ? AND id = ? RETURNING id"
-        return self._run(command, tenant, response_id) is not None
+        return self._run(_DELETE, tenant, response_id) is not None
 
     def __len__(self) -> int:
-        row = self._run("SELECT count(*) FROM responses")
+        row = self._run("SELECT number FROM totals")
         assert row is not None
         return row[0]
 

@@ -56,3 +56,9 @@ def test_only_the_engine_in_process_needs_jax():
     program = f"import sys; from jaxllm import {names}\nprint('jax' in sys.modules, 'transformers' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.split() == ["False", "False"]
+
+
+def test_what_is_not_installed_is_named_with_the_extra_that_has_it():
+    program = "import sys; sys.modules['zmq'] = None; import jaxllm; jaxllm.SamplingParams; jaxllm.AsyncLLM"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.stderr.splitlines()[-1] == "ImportError: AsyncLLM needs zmq: pip install 'jaxllm[serve]'"

@@ -68,6 +68,7 @@ CANNOT_START = 3
 HEARTBEAT_S = 0.1
 _WINDOW = 4  # messages of tokens on their way to a client; while it has not received them, further tokens merge
 _CLIENT_TIMEOUT_S = 30.0  # for a client that is connected and receives nothing
+_LISTEN_S = 0.01  # between two steps
 _GRACE_S = 5.0  # to end by itself, when the owner has gone
 
 
@@ -200,8 +201,10 @@ class CoreServer:
 
     def _by_client(self, output: CoreOutput) -> list[tuple[_Client, CoreOutput]]:
         """The output in parts, whose keys are the clients' handles. The requests that ended are forgotten."""
-        parts: dict[bytes, tuple[_Client, CoreOutput]] = {}
         owners = self._owners
+        if len(self._clients) == 1 and all(key in owners for key in output.keys):  # as almost always
+            return [self._of_one_client(output)]
+        parts: dict[bytes, tuple[_Client, CoreOutput]] = {}
 
         def part_of(owner: _Owner) -> CoreOutput:
             found = parts.get(owner.client.identity)
@@ -224,6 +227,24 @@ class CoreServer:
                 part_of(owner).finished.append((owner.handle, reason, error))
                 self._forget_request(key)
         return list(parts.values())
+
+    def _of_one_client(self, output: CoreOutput) -> tuple[_Client, CoreOutput]:
+        """What `_by_client` gives when there is one client; quicker."""
+        (client,) = self._clients.values()
+        owners = self._owners
+        part = CoreOutput(
+            output.time,
+            started=[(owners[key].handle, when, number) for key, when, number in output.started if key in owners],
+            keys=[owners[key].handle for key in output.keys],
+            num_new_tokens=output.num_new_tokens,
+            token_ids=output.token_ids,
+            logprobs={owners[key].handle: logprobs for key, logprobs in output.logprobs.items()},
+            finished=[(owners[key].handle, why, error) for key, why, error in output.finished if key in owners],
+        )
+        for key, _, _ in output.finished:
+            if key in owners:
+                self._forget_request(key)
+        return client, part
 
     def _send_tokens(self, client: _Client) -> None:
         """Sends what has merged, unless the client is behind."""
@@ -276,8 +297,9 @@ class CoreServer:
     # From the clients
 
     def _listen(self) -> None:
-        """Takes in all that has been said."""
-        while True:
+        """Takes in what has been said; while requests run, for so long only as does not hold them up."""
+        end = time.monotonic() + _LISTEN_S
+        while not self.core.has_unfinished_requests or time.monotonic() < end:
             try:
                 identity, frame = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -302,8 +324,7 @@ class CoreServer:
             self._send(client, Heartbeat(client.num_sent, self.core.stats()))
             return
         if client is None:
-            if not isinstance(message, Ack | Goodbye):
-                self._send_to(identity, Forgotten())
+            self._send_to(identity, Forgotten())
             return
         client.last_heard = time.monotonic()
         match message:

@@ -121,7 +121,7 @@ class CallReader:
             self.give_back()
         return has_started
 
-    def value(self, show: Callable[[str], None]) -> Reading[bool]:
+    def value(self, show: Callable[[str], None], *, ends_with_line: bool = False) -> Reading[bool]:
         """Reads a JSON value and shows it as it comes. Returns False if it is cut off."""
         first = yield from self.feed.peek()
         if first not in ("{", "[", '"'):
@@ -134,6 +134,8 @@ class CallReader:
             if not char:
                 return False
             show(char)
+            if char == "\n" and ends_with_line:
+                return False
             if in_string and char == "\\":
                 show((yield from self.feed.next()))
             elif char == '"':
@@ -152,10 +154,10 @@ class CallReader:
         return not is_empty and char != ""
 
     def _string(self) -> Reading[str | None]:
-        """A JSON string; None if there is none, or not a valid one."""
+        """A key or a name; None if there is none, or not a valid one."""
         if not (yield from self.feed.is_at('"')):
             return None
-        text = yield from self._whole_value()
+        text = yield from self._whole_value(ends_with_line=True)
         return None if text is None else _decoded_string(text)
 
     def _arguments(self) -> Reading[str | None]:
@@ -170,9 +172,9 @@ class CallReader:
             return _decoded_string(text)
         return text
 
-    def _whole_value(self) -> Reading[str | None]:
+    def _whole_value(self, *, ends_with_line: bool = False) -> Reading[str | None]:
         pieces: list[str] = []
-        is_complete = yield from self.value(pieces.append)
+        is_complete = yield from self.value(pieces.append, ends_with_line=ends_with_line)
         return "".join(pieces) if is_complete else None
 
     def _is_closing(self) -> Reading[bool]:
@@ -183,8 +185,10 @@ class CallReader:
 
 
 def _decoded_string(text: str) -> str | None:
+    """What a JSON string says; None if it is not valid."""
     try:
         value = json.loads(text, strict=False)
+        value.encode()  # JSON can spell half of a character, which is no text.
     except ValueError:
         return None
-    return value if isinstance(value, str) else None
+    return value

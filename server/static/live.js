@@ -36,7 +36,10 @@ export class Live {
     }),
     pages: new TimeChart({
       title: "Pages of the KV cache",
-      series: [{ key: "used", label: "in use", color: 1 }, { key: "cached", label: "kept for their content", color: 3 }],
+      series: [
+        { key: "used", label: "in use", color: 1 },
+        { key: "cached", label: "kept for their content", color: 3 },
+      ],
       isStacked: true,
       format: count,
       minTop: 10,
@@ -69,14 +72,20 @@ export class Live {
     }),
     prompts: new TimeChart({
       title: "Prompt tokens per second",
-      series: [{ key: "computed", label: "computed", color: 2 }, { key: "found", label: "found in the cache", color: 3 }],
+      series: [
+        { key: "computed", label: "computed", color: 2 },
+        { key: "found", label: "found in the cache", color: 3 },
+      ],
       isStacked: true,
       format: count,
       minTop: 10,
     }),
     step: new TimeChart({
       title: "Time of a step",
-      series: [{ key: "wait", label: "waiting for the device", color: 1 }, { key: "host", label: "on the host", color: 2 }],
+      series: [
+        { key: "wait", label: "waiting for the device", color: 1 },
+        { key: "host", label: "on the host", color: 2 },
+      ],
       isStacked: true,
       format: time,
       minTop: 1,
@@ -186,7 +195,7 @@ function rate(before, after) {
 }
 
 function facts(snapshot, numPages) {
-  const { engine, finished, prefix_cache: prefix, steps } = snapshot;
+  const { engine, finished, prefix_cache: prefix, page_moves: moves, steps } = snapshot;
   const tpot = snapshot.recent.tpot_ms;
   const hitRate = prefix.query_tokens ? `${((100 * prefix.hit_tokens) / prefix.query_tokens).toFixed(0)}%` : "–";
   const ended = Object.entries(finished).filter(([, number]) => number);
@@ -199,11 +208,11 @@ function facts(snapshot, numPages) {
     Rows: `${engine.max_num_seqs.toLocaleString("en")} at most`,
     "Step budget": `${engine.max_num_batched_tokens.toLocaleString("en")} tokens`,
     Pages: `${numPages.toLocaleString("en")} of ${engine.page_size} tokens`,
-    "TPOT of requests, last minute": [tpot.p50, tpot.p90, tpot.p99].map((value) => (value === null ? "–" : time(value))).join(" / "),
+    "TPOT of requests, last minute": [tpot.p50, tpot.p90, tpot.p99].map(time).join(" / "),
     "Found in the prefix cache": hitRate,
     Ended: ended.map(([reason, number]) => `${number.toLocaleString("en")} ${reason}`).join(", ") || "none",
     Preemptions: snapshot.num_preemptions.toLocaleString("en"),
-    "Waits for pages": `${snapshot.page_moves.stalls.toLocaleString("en")}, ${time(1e3 * snapshot.page_moves.stall_s)} in all`,
+    "Waits for pages": `${moves.stalls.toLocaleString("en")}, ${time(1e3 * moves.stall_s)} in all`,
     Steps: steps.count.toLocaleString("en"),
     "Compilations in service": steps.compilations_after_start.toLocaleString("en"),
   };
@@ -232,6 +241,7 @@ function compact(value) {
 }
 
 function time(milliseconds) {
+  if (milliseconds === null) return "–";
   if (!milliseconds) return "0";
   if (milliseconds >= 1e3) return `${(milliseconds / 1e3).toFixed(milliseconds < 1e4 ? 1 : 0)} s`;
   return `${milliseconds < 10 ? milliseconds.toFixed(1) : Math.round(milliseconds)} ms`;

@@ -204,7 +204,8 @@ class Answer {
 // The sampling settings that differ from the server's own.
 function options() {
   const number = (id) => ($(id).value === "" ? undefined : Number($(id).value));
-  const result = { temperature: number("temperature"), max_completion_tokens: number("max-tokens"), seed: number("seed") };
+  const result = { temperature: number("temperature"), seed: number("seed") };
+  result.max_completion_tokens = number("max-tokens");
   if (number("top-p") < 1) result.top_p = number("top-p");
   if (number("min-p") > 0) result.min_p = number("min-p");
   if (number("top-k") > 0) result.top_k = number("top-k");

@@ -16,6 +16,7 @@ def test_the_options_are_these():
     defaults = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
     assert defaults.pop("model") is dataclasses.MISSING
     values = {"tensor_parallel_size": 1, "seed": 0, "enable_prefix_caching": True, "scheduling_policy": "priority"}
+    values |= {"host_kv_gb": 0.0, "kv_return_by": "auto"}
     values |= {"max_wait_ms": 0.0, "min_batch": 1, "tenants": dataclasses.MISSING, "default_tenant": TenantConfig()}
     assert {name: default for name, default in defaults.items() if default is not None} == values
     assert set(defaults) == {
@@ -39,6 +40,8 @@ def test_the_options_are_these():
         "min_batch",
         "tpot_target_ms",
         "ttft_target_ms",
+        "host_kv_gb",
+        "kv_return_by",
         "tenants",
         "default_tenant",
         "seed",
@@ -72,6 +75,14 @@ def test_the_options_are_these():
         (
             {"max_num_seqs": 64, "max_num_batched_tokens": 63},
             "max_num_batched_tokens is 63 and max_num_seqs is 64: .* Raise the first or lower the second",
+        ),
+        ({"host_kv_gb": -1}, "host_kv_gb is -1; it must be a number, 0 or more"),
+        ({"host_kv_gb": float("inf")}, "host_kv_gb is inf; it must be a number, 0 or more"),
+        ({"host_kv_gb": "4"}, "host_kv_gb is '4'; it must be a number"),
+        ({"kv_return_by": "mail"}, "kv_return_by is 'mail'; it must be one of auto, copy, recompute"),
+        (
+            {"host_kv_gb": 4, "enable_prefix_caching": False},
+            "host_kv_gb is 4 and enable_prefix_caching is False: .* or leave host_kv_gb at 0",
         ),
         ({"tenants": [1]}, r"tenants is \[1\]; it must be a mapping of names to TenantConfigs"),
         ({"tenants": {1: TenantConfig()}}, "tenants is {1: .* it must be a mapping of names"),

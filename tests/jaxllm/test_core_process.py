@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,8 @@ from tiny_models import write_tiny_model
 from tiny_tokenizer import write_tokenizer
 
 from jaxllm import AsyncLLM, EngineConfig, EngineProcess, SamplingParams
+from jaxllm.engine import core_process
+from jaxllm.engine.core_process import CoreServer
 from jaxllm.errors import (
     ConfigError,
     EngineDeadError,
@@ -104,6 +108,8 @@ def rig(_rig):
     yield _rig
     assert _rig.run(_rig.answer("abc")) == ("abcabcabca", "length", None)
     _rig.run(_rig.until_idle())
+    client = _rig.llm._client
+    assert (_rig.llm._outputs.keys, client._submits, client._questions) == ([], {}, {})
 
 
 @pytest.fixture
@@ -321,6 +327,44 @@ def test_the_requests_of_a_client_that_is_killed_end(rig):
     rig.run(rig.until(lambda: rig.llm.stats.num_requests["finished_abort"] == before + 5), 5.0)
 
 
+def test_a_client_that_was_frozen_too_long_is_told_and_begins_anew(stub_folder, tmp_path, monkeypatch):
+    from stub_engine import StubEngine
+
+    monkeypatch.setattr(core_process, "_CLIENT_TIMEOUT_S", 0.5)
+    address, ended = f"ipc://{tmp_path}/core", threading.Event()
+
+    def serve():
+        socket = zmq.Context.instance().socket(zmq.ROUTER)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.bind(address)
+        server = CoreServer(StubEngine(EngineConfig(model=str(stub_folder))), socket, ended.is_set)
+        server.run()
+        socket.close(0)
+        assert not server._clients
+        assert not server._owners
+        assert not server._keys
+
+    async def check():
+        llm = await AsyncLLM.connect(address)
+        stream = await llm.submit(llm.tokenizer.encode("ab!slow"), SamplingParams(max_tokens=2000))
+        time.sleep(1.5)
+        [delta] = await stream.collect()
+        assert (delta.finish_reason, delta.error) == ("error", "the engine process does not know this client any more")
+        await llm.wait_until_ready()
+        [delta] = await (await llm.submit([5, 6], SamplingParams(max_tokens=5, ignore_eos=True))).collect()
+        assert delta.token_ids == [5, 6, 5, 6, 5]
+        await llm.close()
+        await asyncio.sleep(0.3)
+
+    with ThreadPoolExecutor() as executor:
+        serving = executor.submit(serve)
+        try:
+            asyncio.run(asyncio.wait_for(check(), PATIENCE_S))
+        finally:
+            ended.set()
+            serving.result()
+
+
 def test_noise_on_the_socket_disturbs_nobody(rig):
     socket = zmq.Context.instance().socket(zmq.DEALER)
     socket.connect(rig.process.address)
@@ -376,7 +420,7 @@ def test_a_process_that_dies_ends_its_requests_and_comes_back(make_rig, how):
 
     async def check():
         pid = rig.process.pid
-        answers = [asyncio.ensure_future(rig.answer("abc", max_tokens=2000)) for _ in range(40)]
+        answers = [asyncio.ensure_future(rig.answer("abc", max_tokens=2000)) for _ in range(20)]
         while not rig.llm.stats.num_running:
             await asyncio.sleep(0.01)
         died = time.monotonic()

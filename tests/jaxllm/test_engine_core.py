@@ -159,7 +159,7 @@ def test_a_failed_step_ends_its_own_requests_and_the_others_are_right(core, monk
     failed = {name for name, (reason, _) in ear.ends.items() if reason == "error"}
     assert failed
     assert len(failed) < 20
-    assert all("the step that the request was in failed: RuntimeError: a defect" == ear.ends[key][1] for key in failed)
+    assert all(ear.ends[key][1] == "the step that the request was in failed: RuntimeError: a defect" for key in failed)
     for number in range(20):
         tokens = ear.token_ids.get(str(number), [])
         assert tokens == expected[str(number)][: len(tokens)]

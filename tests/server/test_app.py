@@ -90,9 +90,12 @@ def test_special_tokens_are_what_they_are(client):
     assert client.post("/detokenize", json={"tokens": tokens}).json()["prompt"] == "a</s>"
 
 
-def test_a_long_text_is_tokenized_beside_others(client):
-    text = "word " * 100_000
+def test_a_long_text_is_tokenized_and_one_that_no_context_could_hold_is_not(client):
+    text = "word " * 2000
     assert client.post("/tokenize", json={"prompt": text}).json()["count"] == len(text)
+    answer = client.post("/tokenize", json={"prompt": text * 10})
+    assert answer.status_code == 400
+    assert "prompt has 100,000 characters" in error_of(answer)["message"]
 
 
 @pytest.mark.parametrize(

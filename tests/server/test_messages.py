@@ -345,3 +345,17 @@ def test_a_real_model_answers(tiny_server):
         assert without_ids(streamed) == without_ids(whole)
         assert whole.stop_reason in ("max_tokens", "end_turn")
         assert 1 <= whole.usage.output_tokens <= 12
+
+
+def test_an_engine_that_dies_fails_the_stream_and_the_next_is_served(start_stub):
+    server = start_stub()
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=30) as client:
+        body: dict[str, Any] = {"model": "stub", "max_tokens": 5, "messages": [{"role": "user", "content": "!die"}]}
+        with (
+            pytest.raises(anthropic.APIStatusError) as caught,
+            client.messages.create(**body, stream=True) as stream,
+        ):
+            list(stream)
+        assert caught.value.body["error"]["type"] == "overloaded_error"
+        server.wait_for(lambda: server.llm.state == "ready", timeout_s=30)
+        assert client.messages.create(model="stub", max_tokens=9, messages=said("Hi")).content[0].text == "Hi"

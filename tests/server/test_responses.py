@@ -557,3 +557,15 @@ def test_api_workers_share_their_responses_and_cancel_each_others(server, tmp_pa
 
     asyncio.run(use_two())
     server.wait_until_idle()
+
+
+def test_an_engine_that_dies_fails_the_stream_and_the_next_is_served(start_stub):
+    server = start_stub()
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=30) as client:
+        background = client.responses.create(model="stub", input="!slow", background=True)
+        events = events_of(client, input="!die")
+        assert events[-1].type == "response.failed"
+        assert events[-1].response.error.message
+        server.wait_for(lambda: client.responses.retrieve(background.id).status == "failed")
+        server.wait_for(lambda: server.llm.state == "ready", timeout_s=30)
+        assert client.responses.create(model="stub", input=say("Hi")).output_text == "Hi"

@@ -218,6 +218,10 @@ NO_CALLS: list[tuple[str, str]] = [
     ("hermes", '<tool_call>{"name": "f", "arguments": }</tool_call>'),
     ("hermes", "<tool_call>{'name': 'f', 'arguments': {}}</tool_call>"),
     ("hermes", '<tool_call>{"name": "f", "arg'),
+    ("hermes", '<tool_call>{"name": "\\ud83d", "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f, "arguments": {}}\n</tool_call>\nSorry.'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "\\ud83d"}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "}</tool_call>'),
     ("hermes", "<tool_call>\n<function=f>\n<parameter=a>1</parameter>\n</function>\n</tool_call>"),
     ("llama3_json", '{"city": "Bern", "name": "x", "parameters": {}}'),
     ("llama3_json", '{"name": "Ada"}'),
@@ -344,6 +348,12 @@ def test_content_is_held_back_only_while_it_may_be_a_marker(name):
     assert reply.content == "One two <b> [x] {y}."
     assert parser.append(" \n") == []  # Space before a call would be dropped.
     assert parser.finish() == [ContentPart(" \n")]
+
+
+def test_a_forgotten_quote_holds_nothing_back_beyond_its_line():
+    parser = make_reply_parser("hermes", None, tools_allowed=True)
+    text = '<tool_call>{"name: 1}\n</tool_call>\nAnd'
+    assert parser.append(text) == [ContentPart(text)]
 
 
 @pytest.mark.parametrize("name", FORMATS)
