@@ -197,12 +197,16 @@ class KVPages:
         """Makes known the first pages of these rows (int[M], distinct), so many (int[M]) each."""
         table, cache = self._table, self.cache
         firsts, ends = table.num_registered_pages[rows].tolist(), num_full_pages.tolist()
-        requests, most = table.requests_of(rows), max(ends)
+        requests, low, high = table.requests_of(rows), min(firsts), max(ends)
+        serving = [
+            (index, cache.keys(request)[first:end], slice(first - low, end - low))
+            for index, (request, first, end) in enumerate(zip(requests, firsts, ends, strict=True))
+            if cache.serves(request)
+        ]
         for group, page_table_RP in enumerate(table.group_tables):
-            pages_of_rows = page_table_RP[rows, :most].tolist()
-            for request, first, end, pages in zip(requests, firsts, ends, pages_of_rows, strict=True):
-                if cache.serves(request):
-                    cache.register(cache.keys(request)[first:end], pages[first:end], group)
+            pages_of_rows = page_table_RP[rows, low:high].tolist()
+            for index, keys, part in serving:
+                cache.register(keys, pages_of_rows[index][part], group)
         table.num_registered_pages[rows] = num_full_pages
 
     def _expect(self, request: Request, num_known_pages: int) -> None:

@@ -41,6 +41,7 @@ class RunningTable:
     group_tables: the same for each group, int32[R, P]: views.
     num_pages: int32[R], pages that the row spans in each group, since all groups hold the same tokens.
     first_page: int32[G, R], how many of them left the group's window. Groups of one window are alike.
+    has_windows: whether any group has one.
     num_slots: int32[R], tokens that the pages hold.
     num_registered_pages: int32[R], of the first pages: those that the prefix cache was told of.
     sampling: int32[6, R], the bits of the `SamplingRow`, one field after the other.
@@ -67,7 +68,7 @@ class RunningTable:
         self.page_table = np.zeros((config.num_groups, num_rows, config.max_pages_per_seq), np.int32)
         self.group_tables = list(self.page_table)
         self.first_page = np.zeros((config.num_groups, num_rows), np.int32)
-        self._has_windows = any(config.windows)
+        self.has_windows = any(config.windows)
         self.sampling = np.zeros((6, num_rows), np.int32)
         self.tenant = np.zeros(num_rows, np.int64)
         self.priority = np.full(num_rows, _NO_PRIORITY)
@@ -131,7 +132,7 @@ class RunningTable:
                     self._is_stop[bits] = False
         for table in self.group_tables:
             table[rows, :most] = 0
-        if self._has_windows:
+        if self.has_windows:
             self.first_page[:, rows] = 0
         self._counters[:, rows] = 0
         if self.num_verifying:
@@ -141,7 +142,7 @@ class RunningTable:
         self.released_at[rows] = self.last_release = self.clock
         self.requests[rows] = None
         self._free_rows += rows.tolist()
-        if self._has_windows:
+        if self.has_windows:
             return [[page for page in row_pages if page] for row_pages in pages]
         return [row_pages[: number * self.num_groups] for row_pages, number in zip(pages, num_pages, strict=True)]
 
@@ -226,13 +227,15 @@ class RunningTable:
     def leave_pages(self, groups: np.ndarray, rows: np.ndarray, first_pages: np.ndarray) -> list[int]:
         """The pages before `first_pages` (int[M]) of these rows (int[M], distinct) have left the window of these
         groups, and are taken from the rows."""
-        left: list[int] = []
-        starts = self.first_page[groups[0], rows].tolist()
-        for row, start, end in zip(rows.tolist(), starts, first_pages.tolist(), strict=True):
-            left += self.page_table[groups, row, start:end].T.ravel().tolist()
-            self.page_table[groups, row, start:end] = 0
-        self.first_page[groups[:, None], rows] = first_pages
-        return left
+        numbers = first_pages - self.first_page[groups[0], rows]
+        places = np.repeat(first_pages - np.cumsum(numbers), numbers)
+        places += np.arange(len(places))
+        rows_of_places, left = np.repeat(rows, numbers), []
+        for group in groups.tolist():
+            left.append(self.group_tables[group][rows_of_places, places])
+            self.group_tables[group][rows_of_places, places] = 0
+            self.first_page[group, rows] = first_pages
+        return cast(list[int], np.array(left).T.ravel().tolist())
 
     def num_full_pages(self, rows: np.ndarray | slice = slice(None)) -> np.ndarray:
         """int32[M], of these rows (int[M]; all, if left out): pages whose tokens are all known, and computed by

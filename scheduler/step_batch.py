@@ -143,9 +143,10 @@ class StepBatch:
         buffer[at.cu_q_lens + 1 + num_seqs : at.cu_q_lens + 1 + S] = num_tokens
         np.add(plan.num_computed_tokens, q_lens, out=buffer[at.kv_lens : at.kv_lens + num_seqs])
         num_pages, start = int(table.num_pages.max()), at.page_table
-        for page_table_RP in table.group_tables:
+        for page_table_RP, first_page_R in zip(table.group_tables, table.first_page, strict=True):
+            first = int(first_page_R[rows].min()) if table.has_windows else 0
             page_table_SP = buffer[start : start + S * P].reshape(S, P)
-            page_table_SP[:num_seqs, :num_pages] = page_table_RP[:, :num_pages].take(rows, axis=0)
+            page_table_SP[:num_seqs, first:num_pages] = page_table_RP[:, first:num_pages].take(rows, axis=0)
             start += S * P
         buffer[at.rows : at.rows + num_seqs] = rows
         buffer[at.rows + num_seqs : at.rows + S] = table.num_rows

@@ -29,7 +29,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_window=st.sampled_from([1, 1, 3]),
         window=st.sampled_from([(0.0, 1), (0.0, 1), (30.0, 2)]),
         tpot_target_ms=st.sampled_from([None, 3.0]),
-        windows=st.sampled_from([(None,), (None,), (None, 9), (5, None, 5), (1, 14), (6,)]),
+        windows=st.sampled_from([(None,), (None,), (None, 9), (5, None, 5), (1, 14), (6,), (None, None)]),
         num_host_pages=st.sampled_from([0, 3, 40]),
         return_by=st.sampled_from(["copy", "copy", "auto", "recompute"]),
         prefetch_window=st.integers(0, 3),
