@@ -70,8 +70,10 @@ class PrefixCache:
         At least one token is left to compute. The keys go page by page, and group by group within, each of its own;
         an empty one stands for a page that the next token does not see.
         """
-        keys = self.keys(request)[: (request.num_tokens - 1) // self._page_size]
-        page_of = self._page_of
+        most = (request.num_tokens - 1) // self._page_size
+        if not most:
+            return []
+        keys, page_of = self.keys(request)[:most], self._page_of
         if self._windows == (None,):
             num_pages = next((i for i, key in enumerate(keys) if key not in page_of and key not in others), len(keys))
             return keys[:num_pages]

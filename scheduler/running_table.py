@@ -103,7 +103,8 @@ class RunningTable:
         """Gives the request a free row, which takes over its tokens. Returns the row."""
         row = self._free_rows.pop()
         num_tokens = request.num_tokens
-        self.token_ids[row, :num_tokens] = request.token_ids
+        first = row * self.token_ids.shape[1]
+        self.flat_token_ids[first : first + num_tokens] = request.token_ids
         self.num_tokens[row] = self.num_total_tokens[row] = num_tokens
         self.max_total_tokens[row] = self._config.max_total_tokens(request.num_prompt_tokens, request.max_tokens)
         self.sampling[:, row] = request.sampling.bits
@@ -111,8 +112,9 @@ class RunningTable:
         self.priority[row] = request.priority
         for token_id in request.stop_token_ids:
             bits = token_id & _STOP_BITS
+            if not self._num_stops[bits]:
+                self._is_stop[bits] = True
             self._num_stops[bits] += 1
-            self._is_stop[bits] = True
         self.requests[row] = request
         request.attach(self, row)
         return row
@@ -217,7 +219,9 @@ class RunningTable:
         start = self.num_pages.item(row)
         self.num_pages[row] = end = start + len(pages) // self.num_groups
         self.num_slots[row] = end * self._page_size
-        if end == start + 1:
+        if len(pages) == 1:
+            self.group_tables[0][row, start] = pages[0]
+        elif end == start + 1:
             for page, table in zip(pages, self.group_tables, strict=True):
                 table[row, start] = page
         else:

@@ -414,8 +414,9 @@ class StepPlanner:
         Reserved pages do not count as free: else a prompt would often be read only to be preempted.
         """
         pages, table, num_groups = self.pages, self.table, self.config.num_groups
-        num_spare = pages.num_free_pages - self._num_reserved_pages
-        if table.num_free_rows and pages.num_missing(request, shared_pages) <= num_spare:
+        num_free_rows = table.num_free_rows
+        num_spare = pages.pool.num_free_pages - (table.num_rows - num_free_rows) * num_groups
+        if num_free_rows and pages.num_missing(request, shared_pages) <= num_spare:
             return True
         if not self._outranks_some(request):
             return False

@@ -33,6 +33,9 @@ class WaitingQueue:
 
     def first(self, may_run: Callable[[str], bool] | None = None) -> Request | None:
         """The next to run, among the tenants for which `may_run` is true. None if there is none."""
+        if may_run is None and len(self._lines) == 1:
+            (line,) = self._lines.values()
+            return line[0]
         if may_run is None:
             heads = [line[0] for line in self._lines.values()]
         else:
