@@ -9,7 +9,7 @@ only counts bytes (byte_counter.py, this process); all on the same cores. Measur
   paced    the same at a given rate; while tokens come in events of their own, the server has kept up with each
   short    short answers that are not streamed, a second
   added    at about 32 requests at once, Poisson arrivals, steps of 10 ms: the median times of a request over HTTP less
-           those of the same requests, at the same times, in the engine within this process
+           those of the same requests, at the same times, with the engine, tokenizer and detokenizer in one process
 
 CPU is what an event (or a short answer) costs the HTTP worker, the engine's process and the client, in microseconds:
 figures that hold on a busy machine, too.
@@ -31,9 +31,12 @@ import uvloop
 from byte_counter import Counts, closed_loop, open_loop, request_bytes
 from free_engine import STEP_MS, FreeEngine
 from server_process import ServerProcess
+from systems import find_gguf
 
-from jaxllm import EngineConfig
+from jaxllm import EngineConfig, SamplingParams
 from jaxllm.engine.core_request import CoreRequest
+from jaxllm.engine.output_processor import OutputProcessor
+from jaxllm.loading.sources import open_checkpoint
 
 BARS = {"free": 10_000, "short": 400, "added": 3.0}
 TEXT = "The history of the city begins long before its walls were built, when traders met at the river's only ford."
@@ -81,7 +84,7 @@ def measure_added(model: str, num_requests: int) -> str:
         uvloop.run(closed_loop(process.url, iter([request] * 32), 32, streams=True))
         load = _Load(process, open_loop(process.url, [request] * num_requests, due_s, streams=True))
     counts = load.counts
-    first_s, whole_s = in_process(due_s)
+    first_s, whole_s = in_process(model, due_s)
     first_ms = 1e3 * (median(counts.first_s) - median(first_s))
     whole_ms = 1e3 * (median(counts.whole_s) - median(whole_s))
     inside = f"in the process: TTFT {1e3 * median(first_s):.1f} ms, whole {1e3 * median(whole_s):.1f} ms"
@@ -89,28 +92,32 @@ def measure_added(model: str, num_requests: int) -> str:
     return f"{added} ({inside})  {load.cpu(counts.num_events)}"
 
 
-def in_process(due_s: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Seconds to the first token and to the end of each request, without a server."""
+def in_process(model: str, due_s: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Seconds to the first text and to the end of each request without a server: as `LLM` does it, texts become token
+    ids, and token ids texts, in the thread that runs the steps."""
     os.environ[STEP_MS] = str(LATENCY_STEP_MS)
-    engine = FreeEngine(EngineConfig(model="none"))
-    first_s, whole_s = {}, {}
+    engine, tokenizer = FreeEngine(EngineConfig(model=model)), open_checkpoint(find_gguf(model)).tokenizer()
+    params = SamplingParams(max_tokens=LATENCY_TOKENS, ignore_eos=True)
+    outputs: OutputProcessor[int] = OutputProcessor(tokenizer)
+    first_s: dict[int, float] = {}
+    whole_s: dict[int, float] = {}
     upcoming = 0
     start = time.perf_counter()
     while len(whole_s) < len(due_s):
         while upcoming < len(due_s) and due_s[upcoming] <= time.perf_counter() - start:
-            engine.add_request(
-                CoreRequest(request_id=str(upcoming), prompt_token_ids=[1] * 24, max_tokens=LATENCY_TOKENS)
-            )
+            ids, now = tokenizer.encode(TEXT), time.monotonic()
+            outputs.add(str(upcoming), upcoming, prompt_token_ids=ids, params=params, arrival_time=now)
+            engine.add_request(CoreRequest(request_id=str(upcoming), prompt_token_ids=ids, max_tokens=LATENCY_TOKENS))
             upcoming += 1
         if not engine.has_unfinished_requests:
             time.sleep(max(0.0, start + due_s[upcoming] - time.perf_counter()))
             continue
-        output = engine.step()
+        deltas, _ = outputs.process(engine.step())
         now = time.perf_counter() - start
-        for key in output.keys:
-            first_s.setdefault(key, now - due_s[int(key)])
-        for key, _, _ in output.finished:
-            whole_s[key] = now - due_s[int(key)]
+        for number, delta in deltas:
+            first_s.setdefault(number, now - due_s[number])
+            if delta.finish_reason is not None:
+                whole_s[number] = now - due_s[number]
     return list(first_s.values()), list(whole_s.values())
 
 

@@ -98,8 +98,9 @@ class AsyncLLM:
         return self._client.state
 
     @property
-    def stats(self) -> EngineStats | None:
+    def stats(self) -> EngineStats:
         """The latest that the engine has told. It does so at least every 100 ms, but not in the middle of a step."""
+        assert self._client.stats is not None
         return self._client.stats
 
     @property

@@ -1,9 +1,29 @@
-"""What people talk to: the command line. It knows the engine by jaxllm's public names only.
+"""What people talk to: the command line, and the HTTP server. They know the engine by jaxllm's public names only.
 
-cli.py            `jaxllm generate` and the entry point
-chat.py           `jaxllm chat`: the conversation in a terminal
-chat_session.py   the conversation itself
-options.py        command line options from the fields of a dataclass
-terminal.py       a streamed answer on the terminal, and Ctrl-C
-figures.py        what a command measured
+The server, from the outside in:
+
+    serve.py             `jaxllm serve`: owns the port and the engine's process, and ends in good order
+    server_config.py, server_logging.py
+    http_worker.py       one HTTP process; board.py: what all of them see
+    http_protocol.py     the connection, with limits on slow clients
+    app.py               the application, and `Server`: what every route shares
+    limits.py            middlewares: bodies, request ids; api_errors.py: every answer with an error
+    keys.py, drain.py, watchdog.py
+    routes/              the endpoints; protocol/: what they read and write, as pydantic models
+    call.py              what a request says beside its body
+    generation.py        one prompt on its way through the engine; generation_group.py: several of one request
+    prompt_encoder.py, chat_templates.py, conversation.py
+    reply.py             an answer taken apart into reasoning, content and tool calls; parsers/: how models write them
+    completion_answer.py, chat_answer.py, response_builder.py, message_builder.py, streaming.py
+    response_store.py
+    metrics.py, engine_metrics.py, recent.py, shared_counts.py, finished_request.py, request_log.py, tracing.py
+    static/              the web page
+
+The commands:
+
+    cli.py               the entry point, and `jaxllm generate`; options.py: arguments from the fields of a dataclass
+    chat.py, chat_session.py, remote_chat.py, terminal.py, answer.py, figures.py     `jaxllm chat`
+    batch_runner.py, batch_file.py, app_client.py                                    `jaxllm run-batch`
+    bench/               `jaxllm bench serve`
+    http_client.py, http_response.py, sse_reader.py                                  what they talk to servers with
 """

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any, Literal
 
 from fastapi import FastAPI, Request
@@ -163,10 +163,10 @@ class UnexpectedErrors:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         has_started = False
 
-        async def watch(message: Message) -> None:
+        def watch(message: Message) -> Awaitable[None]:  # plain, for it is called for each event of a stream
             nonlocal has_started
             has_started = True
-            await send(message)
+            return send(message)
 
         try:
             await self._app(scope, receive, watch)

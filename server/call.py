@@ -3,9 +3,10 @@
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from fastapi import Header, Request
+from fastapi import Request
+from starlette.datastructures import Headers
 
 from jaxllm.server.api_errors import ApiError
 from jaxllm.server.keys import Caller, caller_of
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 
 _MAX_PRIORITY = 2**31 - 1
 _MAX_TIMEOUT_S = 30 * 24 * 3600.0
-_SECONDS = {"exclusiveMinimum": 0, "maximum": _MAX_TIMEOUT_S}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,23 +44,26 @@ class Call:
         return self if priority is None else replace(self, priority=_priority("priority", priority, self.caller))
 
 
-async def read_call(
-    request: Request,
-    x_priority: Annotated[
-        int | None,
-        Header(
-            description="Added to the priority of the API key. Lower runs first.",
-            json_schema_extra={"minimum": 0, "maximum": _MAX_PRIORITY},
-        ),
-    ] = None,
-    x_timeout_s: Annotated[
-        float | None, Header(description="Ends the request after so many seconds.", json_schema_extra=_SECONDS)
-    ] = None,
-    x_queue_timeout_s: Annotated[
-        float | None,
-        Header(description="Ends the request if it has not begun after so many seconds.", json_schema_extra=_SECONDS),
-    ] = None,
-) -> Call:
+_SECONDS = {"type": "number", "exclusiveMinimum": 0, "maximum": _MAX_TIMEOUT_S}
+CALL_HEADERS = {
+    "parameters": [
+        {"in": "header", "name": name, "required": False, "description": description, "schema": schema}
+        for name, description, schema in (
+            (
+                "X-Priority",
+                "Added to the priority of the API key. Lower runs first.",
+                {"type": "integer", "minimum": 0, "maximum": _MAX_PRIORITY},
+            ),
+            ("X-Timeout-S", "Ends the request after so many seconds.", _SECONDS),
+            ("X-Queue-Timeout-S", "Ends the request if it has not begun after so many seconds.", _SECONDS),
+        )
+    ]
+}
+"""`openapi_extra` of a route that depends on `read_call`. FastAPI's own headers would cost a tenth of a short request:
+it makes a model of each, every time."""
+
+
+async def read_call(request: Request) -> Call:
     """`call: Call = Depends(read_call)`. Raises ApiError 401 for a wrong key, 400 for a header that cannot be."""
     caller = caller_of(request)
     server: Server = request.app.state.server
@@ -69,12 +72,22 @@ async def read_call(
         request_id=request.scope["request_id"],
         endpoint=request.url.path,
         caller=caller,
-        priority=_priority("X-Priority", x_priority or 0, caller),
-        timeout_s=_timeout("X-Timeout-S", x_timeout_s, server.config.request_timeout_s),
-        queue_timeout_s=_timeout("X-Queue-Timeout-S", x_queue_timeout_s, server.config.queue_timeout_s),
+        priority=_priority("X-Priority", _number(headers, "X-Priority", int) or 0, caller),
+        timeout_s=_timeout(headers, "X-Timeout-S", server.config.request_timeout_s),
+        queue_timeout_s=_timeout(headers, "X-Queue-Timeout-S", server.config.queue_timeout_s),
         received=time.monotonic(),
         trace_headers={name: headers[name] for name in ("traceparent", "tracestate") if name in headers},
     )
+
+
+def _number[T: (int, float)](headers: Headers, name: str, kind: type[T]) -> T | None:
+    if (text := headers.get(name)) is None:
+        return None
+    try:
+        return kind(text)
+    except ValueError:
+        words = "an integer" if kind is int else "a number of seconds"
+        raise ApiError(400, f"{name} is {text[:40]!r}; it must be {words}", param=name) from None
 
 
 def _priority(name: str, priority: int, caller: Caller) -> int:
@@ -88,9 +101,11 @@ def _priority(name: str, priority: int, caller: Caller) -> int:
     return caller.priority + priority
 
 
-def _timeout(name: str, asked_s: float | None, limit_s: float | None) -> float | None:
+def _timeout(headers: Headers, name: str, limit_s: float | None) -> float | None:
+    asked_s = _number(headers, name, float)
     if asked_s is None:
         return limit_s
     if not 0 < asked_s <= _MAX_TIMEOUT_S:
-        raise ApiError(400, f"{name} is {asked_s}; it must be a number of seconds from 0 to {_MAX_TIMEOUT_S:,.0f}")
+        message = f"{name} is {asked_s:g}; it must be a number of seconds above 0, up to {_MAX_TIMEOUT_S:,.0f}"
+        raise ApiError(400, message, param=name)
     return asked_s if limit_s is None else min(asked_s, limit_s)

@@ -102,8 +102,8 @@ class CompletionAnswer:
         }
         try:
             async with aclosing(merged_deltas(self._generations)) as deltas:
-                async for number, delta in deltas:
-                    index = number * num_choices + delta.index
+                async for delta in deltas:
+                    index = delta.index
                     text = waiting_echoes.pop(index, "") + delta.text
                     if delta.logprobs is None and delta.finish_reason is None:
                         if text:

@@ -4,15 +4,9 @@ import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from jaxllm.server.api_errors import ApiError
 from jaxllm.server.board import Board, Phase
-
-if TYPE_CHECKING:
-    from jaxllm.async_llm import OutputStream
-
-    from jaxllm import AsyncLLM
 
 _POLL_S = 0.05
 
@@ -21,13 +15,11 @@ class Drain:
     """Counts the requests that this API worker is answering, and refuses new ones while the server drains.
 
     num_active: requests in progress here.
-    streams: what the engine is generating for them; whoever submits to it adds and discards.
     """
 
     def __init__(self, board: Board | None = None, worker: int = 0) -> None:
         self.board = board if board is not None else Board()
         self.num_active = 0
-        self.streams: set[OutputStream] = set()
         self._worker = worker
 
     @property
@@ -36,7 +28,7 @@ class Drain:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether what is generated now is being aborted."""
+        """Whether what runs is being ended."""
         return self.board.phase is Phase.STOPPING
 
     @contextmanager
@@ -72,15 +64,10 @@ class Drain:
         """An operator takes it back. Raises ApiError 409 if the server is shutting down."""
         self._set(Phase.SERVING)
 
-    async def abort_all(self, llm: "AsyncLLM", timeout_s: float) -> None:
-        """Ends what the engine generates for requests in progress here, and gives their answers so much time to end
-        with an error. What has begun meanwhile is ended too."""
+    async def wait_until_idle(self, timeout_s: float) -> None:
+        """Until no request is in progress here, or the time is over."""
         deadline = time.monotonic() + timeout_s
-        aborted: set[OutputStream] = set()
         while self.num_active and time.monotonic() < deadline:
-            for stream in self.streams - aborted:
-                aborted.add(stream)
-                await llm.abort(stream.request_id)
             await asyncio.sleep(_POLL_S)
 
     def _set(self, phase: Phase) -> None:

@@ -112,8 +112,6 @@ class Generation:
                 queue_timeout_s=call.queue_timeout_s,
                 streams=is_streamed if needs_pieces is None else needs_pieces,
             )
-            server.drain.streams.add(stream)
-            resources.callback(server.drain.streams.discard, stream)
             return cls(
                 server,
                 http_request,
@@ -197,7 +195,7 @@ class Generation:
 
     def _failure(self, delta: OutputDelta) -> ApiError:
         match delta.finish_reason:
-            case "abort" if self._server.drain.is_stopping:
+            case "abort" | "error" if self._server.drain.is_stopping:
                 return self._server.drain.shutting_down_error()
             case "abort":
                 return ApiError(400, "the operator ended this request", code="request_aborted")

@@ -8,36 +8,39 @@ from jaxllm import OutputDelta
 from jaxllm.server.generation import Generation
 
 
-async def merged_deltas(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, OutputDelta], None]:
-    """What is new of any of them, with its number, as it comes. Raises what `Generation.deltas` does, of the first
-    that fails; the others are ended then. A reader that is slow makes them wait and their deltas grow."""
-    if len(generations) == 1:
-        async with aclosing(generations[0].deltas()) as deltas:
-            async for delta in deltas:
-                yield 0, delta
-        return
-    queue: asyncio.Queue[tuple[int, OutputDelta | Exception | None]] = asyncio.Queue(maxsize=len(generations))
+def merged_deltas(generations: Sequence[Generation]) -> AsyncGenerator[OutputDelta, None]:
+    """What is new of any of them, as it comes. A reader that is slow makes them wait and their deltas grow.
+
+    The index of a delta counts the choices of all, those of the first generation first; all have as many. Raises what
+    `Generation.deltas` does, of the first that fails; the others are ended then.
+    """
+    return generations[0].deltas() if len(generations) == 1 else _merged_deltas(generations)
+
+
+async def _merged_deltas(generations: Sequence[Generation]) -> AsyncGenerator[OutputDelta, None]:
+    queue: asyncio.Queue[OutputDelta | Exception | None] = asyncio.Queue(maxsize=len(generations))
 
     async def pump(number: int, generation: Generation) -> None:
         try:
             async with aclosing(generation.deltas()) as deltas:
                 async for delta in deltas:
-                    await queue.put((number, delta))
-            await queue.put((number, None))
+                    delta.index += number * generation.params.n
+                    await queue.put(delta)
+            await queue.put(None)
         except Exception as error:
-            await queue.put((number, error))
+            await queue.put(error)
 
     pumps = [asyncio.create_task(pump(number, generation)) for number, generation in enumerate(generations)]
     num_running = len(pumps)
     try:
         while num_running:
-            number, new = await queue.get()
+            new = await queue.get()
             if isinstance(new, Exception):
                 raise new
             if new is None:
                 num_running -= 1
             else:
-                yield number, new
+                yield new
     finally:
         for task in pumps:
             task.cancel()

@@ -25,7 +25,7 @@ from jaxllm.server.server_config import ServerConfig
 from jaxllm.server.server_logging import set_log_level, set_up_logging
 
 _POLL_S = 0.05
-_ABORT_S = 1.0  # in which aborted answers get their error
+_ERROR_S = 1.0  # in which answers that were cut off get their error
 _CLOSE_S = 1  # in which connections are closed
 _KEEP_ALIVE_S = 75  # more than the 60 s that load balancers keep idle connections
 
@@ -53,7 +53,7 @@ class HttpWorker:
 
     async def serve(self, app: FastAPI) -> None:
         """Serves, and returns when the board's phase has told it to, with all requests ended and connections
-        closed. The engine's client stays open."""
+        closed."""
         server: Server = app.state.server
         http = _UvicornServer(_uvicorn_config(app, self.config))
         serving = asyncio.ensure_future(http.serve([self.listener]))
@@ -77,7 +77,8 @@ class HttpWorker:
                 log_level = board.log_level
                 set_log_level(log_level)
             if board.phase is Phase.STOPPING:
-                await drain.abort_all(server.llm, _ABORT_S)
+                await server.llm.close()  # which ends its streams, whatever state the engine is in
+                await drain.wait_until_idle(_ERROR_S)
                 return
             if board.phase is Phase.SHUTTING_DOWN and not drain.num_active:
                 return

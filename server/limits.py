@@ -4,6 +4,7 @@ import asyncio
 import re
 import secrets
 from collections import deque
+from collections.abc import Awaitable
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -28,10 +29,10 @@ class RequestId:
         is_good = given is not None and _REQUEST_ID.fullmatch(given) is not None
         request_id = scope["request_id"] = str(given) if is_good else secrets.token_hex(16)
 
-        async def send_with_id(message: Message) -> None:
+        def send_with_id(message: Message) -> Awaitable[None]:  # plain, for it is called for each event of a stream
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["x-request-id"] = request_id
-            await send(message)
+            return send(message)
 
         if given is not None and not is_good:
             error = ApiError(400, "X-Request-Id must have 1 to 128 characters of printable ASCII without spaces")

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import logging
 import multiprocessing
+import resource
 import signal
 import socket
 import tempfile
@@ -24,6 +25,7 @@ logger = logging.getLogger("jaxllm.server")
 
 ENGINE = "jaxllm.engine.engine_core:EngineCore"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_MAX_FILES = 65536
 _POLL_S = 0.05
 _END_S = 2.0  # in which processes end that were told to
 _RESTART_S = 1.0  # between starts of an API worker
@@ -37,6 +39,7 @@ def serve(engine_config: EngineConfig, config: ServerConfig, *, engine: str = EN
     Raises ConfigError, also for a port that is in use, and what loading the model raises.
     """
     set_up_logging(config)
+    _allow_many_connections()
     keys = ApiKeys.load(config.api_keys_file, config.admin_key)
     engine_config = dataclasses.replace(engine_config, tenants=keys.tenants, default_tenant=keys.default_tenant)
     listeners = bind(config)
@@ -80,6 +83,14 @@ def bind(config: ServerConfig) -> list[socket.socket]:
         ) from None
 
 
+def _allow_many_connections() -> None:
+    """Shells often allow 1,024 open files, of which each connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(_MAX_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 class _Supervisor:
     """Starts the HTTP side when the engine is ready, and ends both."""
 
@@ -118,11 +129,13 @@ class _Supervisor:
         self._is_connected = True
         self._log_engine(llm, time.monotonic() - start)
         try:
+            worker = self._workers[0]
+            app = worker.make_app(llm, self._board)
             told = asyncio.create_task(self._log_start())
             if len(self._workers) == 1:
-                worker = self._workers[0]
-                await worker.serve(worker.make_app(llm, self._board))
+                await worker.serve(app)
             else:
+                app.state.server.close()  # It has shown that the options are good.
                 await self._run_workers(address)
             told.cancel()
         finally:

@@ -260,7 +260,7 @@ class CoreClient:
                 else:
                     _resolve(self._questions, message.number, _error(message.error, message.message))
             case Ready():
-                self.info = message.info
+                self.info, self.stats = message.info, message.stats
                 self.state = "ready"
                 if not self._ready.done():
                     self._ready.set_result(None)

@@ -84,6 +84,7 @@ class Goodbye(Message):
 
 class Ready(Message):
     info: EngineInfo
+    stats: EngineStats
 
 
 class Taken(Message):

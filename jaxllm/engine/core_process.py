@@ -320,8 +320,7 @@ class CoreServer:
             if client is not None:
                 self._part(client)
             client = self._clients[identity] = _Client(identity, time.monotonic())
-            self._send(client, Ready(self.core.info))
-            self._send(client, Heartbeat(client.num_sent, self.core.stats()))
+            self._send(client, Ready(self.core.info, self.core.stats()))
             return
         if client is None:
             self._send_to(identity, Forgotten())

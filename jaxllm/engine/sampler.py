@@ -64,10 +64,11 @@ def logprobs(logits_SV: jax.Array, sampled_S: jax.Array, is_wanted_S: jax.Array)
     num_top = min(NUM_TOP_LOGPROBS, vocab_size)
 
     def compute() -> Logprobs:
-        log_sum_S1 = jax.nn.logsumexp(logits_SV, axis=1, keepdims=True)
-        top_SK, top_token_ids_SK = lax.top_k(logits_SV, num_top)
-        sampled_S1 = jnp.take_along_axis(logits_SV, sampled_S[:, None], axis=1)
-        return Logprobs((sampled_S1 - log_sum_S1)[:, 0], top_token_ids_SK, top_SK - log_sum_S1)
+        log_sum_S = jax.nn.logsumexp(logits_SV, axis=1)
+        is_sampled_SV = lax.broadcasted_iota(jnp.int32, logits_SV.shape, 1) == sampled_S[:, None]
+        of_sampled_S = jnp.sum(jnp.where(is_sampled_SV, logits_SV, 0.0), axis=1)
+        top_token_ids_SK, top_SK = _top(logits_SV, num_top)
+        return Logprobs(of_sampled_S - log_sum_S, top_token_ids_SK, top_SK - log_sum_S[:, None])
 
     def skip() -> Logprobs:
         return Logprobs(
@@ -156,6 +157,27 @@ def _gumbel(bits: jax.Array) -> jax.Array:
     # Floats are fine near 0 and coarse near 1, so the small ones become the long tail; 1 itself is avoided.
     uniform = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
     return -jnp.log(-jnp.log1p(-uniform))
+
+
+def _top(logits_SV: jax.Array, num_top: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the ids and logits, each [S, num_top], of each row's best tokens, best first; the lower id if equal.
+
+    One after the other, by reductions: ``lax.top_k`` would gather a vocabulary that is sharded over the mesh.
+    """
+    num_seqs, vocab_size = logits_SV.shape
+    token_ids_SV = lax.broadcasted_iota(jnp.int32, logits_SV.shape, 1)
+
+    def find_next(last: tuple[jax.Array, jax.Array], _: None) -> tuple[tuple[jax.Array, jax.Array], ...]:
+        last_token_id_S1, last_S1 = last
+        is_left_SV = (logits_SV < last_S1) | ((logits_SV == last_S1) & (token_ids_SV > last_token_id_S1))
+        best_S1 = jnp.max(jnp.where(is_left_SV, logits_SV, -jnp.inf), axis=1, keepdims=True)
+        is_best_SV = is_left_SV & (logits_SV == best_S1)
+        token_id_S1 = jnp.min(jnp.where(is_best_SV, token_ids_SV, vocab_size - 1), axis=1, keepdims=True)
+        return (token_id_S1, best_S1), (token_id_S1[:, 0], best_S1[:, 0])
+
+    before = jnp.full((num_seqs, 1), vocab_size, jnp.int32), jnp.full((num_seqs, 1), jnp.inf, jnp.float32)
+    _, (token_ids_KS, top_KS) = lax.scan(find_next, before, length=num_top)
+    return token_ids_KS.T, top_KS.T
 
 
 def _argmax(scores_SV: jax.Array) -> jax.Array:

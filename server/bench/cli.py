@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxllm import ConfigError, __version__
+from jaxllm.server.bench.arguments import add_arguments, refuse_what_would_be_ignored
 from jaxllm.server.terminal import note
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from jaxllm.server.bench.workload import BenchRequest
     from jaxllm.server.http_client import HttpClient
 
-WORKLOADS = ("random", "sharegpt", "shared-prefix", "trace")
 ABOUT = """\
 Measures a server that speaks OpenAI's API, jaxllm or another, over HTTP: an open loop with random arrivals
 (--request-rate), a fixed number of requests at once (--concurrency), or a recorded trace.
@@ -47,55 +47,13 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add = serve.add_argument
-    add("--url", required=True, metavar="URL", help="of the server, such as http://localhost:8000")
-    add("--model", metavar="NAME", help="as the server names it (default: the first of its /v1/models)")
-    add("--api-key", default="", metavar="KEY", help="or the environment variable JAXLLM_API_KEY")
-    add("--endpoint", choices=("completions", "chat"), default="completions", help="(default: completions)")
-    add("--debug", action="store_true", help="show where an error comes from")
-
-    group = serve.add_argument_group("how requests come (one of these; default: --concurrency 32)")
-    how = group.add_mutually_exclusive_group()
-    how.add_argument("--request-rate", type=_positive, nargs="+", metavar="R", help="a second; inf: all at once")
-    how.add_argument("--concurrency", type=_count, nargs="+", metavar="N", help="at once; several: one after another")
-    group.add_argument(
-        "--burstiness", type=_positive, metavar="X", help="of --request-rate: 1 (default) is Poisson, less is bursty"
-    )
-    group.add_argument("--speed", type=_positive, metavar="X", help="of a trace: 2 is twice as fast (default: 1)")
-
-    group = serve.add_argument_group("what they are")
-    group.add_argument("--workload", choices=WORKLOADS, default="random", help="(default: random)")
-    group.add_argument("--num-requests", type=_count, metavar="N", help="(default: 200; a trace: all)")
-    group.add_argument("--input-len", type=_count, metavar="N", help="tokens (default: 512; after a prefix: 128)")
-    group.add_argument("--output-len", type=_count, metavar="N", help="tokens (default: 128)")
-    group.add_argument("--spread", type=_share, metavar="X", help="random: lengths within ± this part (default: 0)")
-    group.add_argument("--num-prefixes", type=_count, metavar="N", help="shared-prefix (default: 8)")
-    group.add_argument("--prefix-len", type=_count, metavar="N", help="shared-prefix: tokens (default: 1024)")
-    group.add_argument("--trace", metavar="FILE", help="as `python -m jaxllm.scheduler.simulate --example` prints one")
-    group.add_argument("--tenant-key", action="append", default=[], metavar="NAME=KEY", help="of a trace's tenant")
-    group.add_argument("--token-ids", action="store_true", help="prompts are random token ids (completions only)")
-    group.add_argument("--vocab-size", type=_count, metavar="N", help="of --token-ids: all are below (default: 30000)")
-    group.add_argument(
-        "--ignore-eos",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="ask for exactly the wanted number of tokens (vLLM's field ignore_eos)",
-    )
-    group.add_argument("--extra-body", type=_json_object, default={}, metavar="JSON", help="more fields of each body")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts and arrivals (default: 0)")
-    group.add_argument("--warmup", type=int, default=4, metavar="N", help="requests before, at once (default: 4)")
-    group.add_argument("--timeout-s", type=_positive, default=600.0, metavar="X", help="of a request (default: 600)")
-
-    group = serve.add_argument_group("what is reported")
-    group.add_argument("--goodput", nargs="+", type=_bound, default=[], metavar="NAME=MS", help="ttft, tpot, itl, e2e")
-    group.add_argument("-o", "--output", type=Path, metavar="FILE", help="all figures, and each request, as JSON")
-    group.add_argument("--chart", type=Path, metavar="FILE", help="a PNG picture (needs matplotlib)")
+    add_arguments(serve)
     serve.set_defaults(run=run, parser=serve)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints the table, and writes the files. 1 if any request failed."""
-    _refuse_what_would_be_ignored(args)
+    refuse_what_would_be_ignored(args)
     if args.chart:
         _check_matplotlib()
     from jaxllm.server import http_client
@@ -121,6 +79,8 @@ async def _run_with(args: argparse.Namespace, clients: "dict[str, HttpClient]") 
     endpoint = Endpoint(args.endpoint, args.model or await first_model(client), args.ignore_eos, args.extra_body)
     prompts = await _prompts(args, endpoint, client)
     load = Load(endpoint, clients, args.timeout_s)
+    if args.workload == "trace":
+        _tell_of_tenants_without_key(args, clients)
     await _warm_up(args, load, prompts)
     results = []
     for number, (label, rate, concurrency) in enumerate(_loads(args)):
@@ -226,33 +186,14 @@ def _clients(args: argparse.Namespace) -> "dict[str, HttpClient]":
         raise ConfigError(str(error)) from error
 
 
-def _refuse_what_would_be_ignored(args: argparse.Namespace) -> None:
-    is_trace = args.workload == "trace"
-    own = {
-        "random": ("input_len", "output_len", "spread"),
-        "sharegpt": (),
-        "shared-prefix": ("input_len", "output_len", "num_prefixes", "prefix_len"),
-        "trace": ("trace", "speed"),
-    }
-    for name in sorted({name for names in own.values() for name in names} - set(own[args.workload])):
-        if getattr(args, name) is not None:
-            args.parser.error(f"--{name.replace('_', '-')} does not belong to --workload {args.workload}")
-    if is_trace and args.trace is None:
-        args.parser.error("--workload trace needs --trace FILE")
-    if args.tenant_key and not is_trace:
-        args.parser.error("--tenant-key belongs to --workload trace")
-    if args.burstiness is not None and not args.request_rate:
-        args.parser.error("--burstiness belongs to --request-rate")
-    if args.speed is not None and (args.request_rate or args.concurrency):
-        args.parser.error("--speed is of the trace's own times; --request-rate and --concurrency replace them")
-    if args.token_ids and args.endpoint == "chat":
-        args.parser.error("--token-ids needs --endpoint completions: a chat's messages are texts")
-    if args.vocab_size is not None and not args.token_ids:
-        args.parser.error("--vocab-size belongs to --token-ids")
-    if args.warmup < 0:
-        args.parser.error(f"--warmup is {args.warmup}; it must be 0 or more")
-    if taken := {"stream", "stream_options", "n"} & args.extra_body.keys():
-        args.parser.error(f"--extra-body may not have {', '.join(sorted(taken))}: streams of one answer are measured")
+def _tell_of_tenants_without_key(args: argparse.Namespace, clients: "dict[str, HttpClient]") -> None:
+    from jaxllm.server.bench.workload import tenants_of
+
+    tenants = tenants_of(_requests(args, args.seed, None))
+    if others := [tenant for tenant in tenants if tenant not in clients]:
+        note(f"warning: to the server these tenants of the trace are one: {', '.join(others)} (see --tenant-key)")
+    if unknown := sorted(clients.keys() - {"", *tenants}):
+        args.parser.error(f"--tenant-key has {', '.join(unknown)}; the trace has {', '.join(map(repr, tenants))}")
 
 
 def _check_matplotlib() -> None:
@@ -305,41 +246,3 @@ def _print_help(parser: argparse.ArgumentParser) -> Any:
         return 0
 
     return run
-
-
-def _positive(text: str) -> float:
-    return _number(text, float, lambda value: value > 0, "a number above 0")
-
-
-def _share(text: str) -> float:
-    return _number(text, float, lambda value: 0 <= value <= 1, "a number from 0 to 1")
-
-
-def _count(text: str) -> int:
-    return _number(text, int, lambda value: value >= 1, "an integer of at least 1")
-
-
-def _number(text: str, kind: Any, is_good: Any, what: str) -> Any:
-    try:
-        if is_good(value := kind(text)):
-            return value
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-
-
-def _bound(text: str) -> tuple[str, float]:
-    name, _, value = text.partition("=")
-    if name not in ("ttft", "tpot", "itl", "e2e"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=MILLISECONDS with ttft, tpot, itl or e2e as the name")
-    return name, _positive(value)
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
-    return value

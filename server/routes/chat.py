@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from jaxllm.server.call import Call, read_call
+from jaxllm.server.call import CALL_HEADERS, Call, read_call
 from jaxllm.server.chat_answer import ChatAnswer
 from jaxllm.server.protocol.chat import ChatCompletion, ChatRequest
 from jaxllm.server.streaming import EVENT_STREAM, EventStream, json_response
@@ -16,7 +16,13 @@ if TYPE_CHECKING:
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions", tags=["generation"], response_model=ChatCompletion, responses=EVENT_STREAM)
+@router.post(
+    "/v1/chat/completions",
+    tags=["generation"],
+    response_model=ChatCompletion,
+    responses=EVENT_STREAM,
+    openapi_extra=CALL_HEADERS,
+)
 async def create_chat_completion(
     body: ChatRequest, request: Request, call: Annotated[Call, Depends(read_call)]
 ) -> Response:

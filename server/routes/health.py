@@ -11,12 +11,14 @@ from jaxllm import __version__
 router = APIRouter(tags=["health"])
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health() -> dict[str, str]:
     """Whether this process answers; restart it if it does not. It says nothing of the engine: see /ready."""
     return {"status": "ok"}
 
 
+@router.head("/ready", include_in_schema=False)
 @router.get("/ready", responses={503: {"description": "Send requests elsewhere for now."}})
 async def ready(request: Request) -> JSONResponse:
     """Whether a request sent now would be served: the engine makes progress, and the server is not draining."""

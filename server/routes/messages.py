@@ -7,7 +7,7 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from jaxllm.server.api_errors import ApiError
-from jaxllm.server.call import Call, read_call
+from jaxllm.server.call import CALL_HEADERS, Call, read_call
 from jaxllm.server.keys import authenticate
 from jaxllm.server.message_builder import MessageBuilder
 from jaxllm.server.protocol.messages import AnsweredMessage, CountTokensRequest, MessagesRequest, TokensCount
@@ -22,7 +22,7 @@ router = APIRouter(tags=["generation"])
 _STREAM = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
 
 
-@router.post("/v1/messages", response_model=AnsweredMessage, responses={200: _STREAM})
+@router.post("/v1/messages", response_model=AnsweredMessage, responses={200: _STREAM}, openapi_extra=CALL_HEADERS)
 async def create_message(
     body: MessagesRequest, request: Request, call: Annotated[Call, Depends(read_call)]
 ) -> Response:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from jaxllm import SamplingParams
 from jaxllm.server.api_errors import ApiError
-from jaxllm.server.call import Call, read_call
+from jaxllm.server.call import CALL_HEADERS, Call, read_call
 from jaxllm.server.conversation import Conversation
 from jaxllm.server.keys import Caller, authenticate
 from jaxllm.server.protocol.responses import DeletedResponse, ResponseObject, ResponseRequest
@@ -33,7 +33,7 @@ _STREAM = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
 _in_background: set[asyncio.Task[None]] = set()  # The event loop itself does not keep tasks alive.
 
 
-@router.post("/v1/responses", response_model=ResponseObject, responses={200: _STREAM})
+@router.post("/v1/responses", response_model=ResponseObject, responses={200: _STREAM}, openapi_extra=CALL_HEADERS)
 async def create_response(
     body: ResponseRequest, request: Request, call: Annotated[Call, Depends(read_call)]
 ) -> Response:

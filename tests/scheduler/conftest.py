@@ -72,15 +72,15 @@ class FakeDevice:
 
         return wait
 
-    def read(self, pages: Sequence[int]) -> Callable[[], np.ndarray]:
-        """Launches a copy of pages. Returns what waits for it."""
+    def read(self, pages: Sequence[int]) -> Callable[[], np.ndarray | None]:
+        """Launches a copy of pages. Returns what waits for it, and gives None if it will not run."""
         result: list[np.ndarray] = []
         self._queue.append(lambda: result.append(self.pages[list(pages)].copy()))
 
-        def wait() -> np.ndarray:
-            while not result:
+        def wait() -> np.ndarray | None:
+            while not result and self._queue:
                 self._queue.popleft()()
-            return result[0]
+            return result[0] if result else None
 
         return wait
 
@@ -177,14 +177,13 @@ class Copies:
         """The oldest copy is done, or fails."""
         self._jobs.popleft()(fail)
 
-    def _save(self, wait: Callable[[], np.ndarray], slots: list[int], fail: bool) -> None:
+    def _save(self, wait: Callable[[], np.ndarray | None], slots: list[int], fail: bool) -> None:
         self._failed_slots.difference_update(slots)
-        if fail:
+        content = None if fail else wait()
+        if content is None:
             self._failed_slots.update(slots)
-            self._device.host_pages[slots] = NOTHING
-        else:
-            self._device.host_pages[slots] = wait()
-        self._scheduler.pages_saved(slots, is_sound=not fail)
+        self._device.host_pages[slots] = NOTHING if content is None else content
+        self._scheduler.pages_saved(slots, is_sound=content is not None)
 
     def _load(self, ticket: int, slots: list[int], fail: bool) -> None:
         if fail or self._failed_slots & set(slots):

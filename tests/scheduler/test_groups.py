@@ -305,8 +305,12 @@ def test_a_failed_request_leaves_nothing_to_be_found_in_any_group(make_loop):
     loop.add(Request("a", PROMPT, max_tokens=40))
     for _ in range(4):
         loop.step()
+    cache, first = loop.scheduler._planner.pages.cache, loop.scheduler._requests["a"]
+    keys = cache.own_keys(cache.keys(first))
+    assert sum(cache.page_of(key) is not None for key in keys) > 10
     loop.scheduler.finish_request("a", RequestStatus.FINISHED_ERROR)
     loop.scheduler.check_integrity()
+    assert not any(cache.page_of(key) for key in keys), "a page that left the window can be found"
     loop.add(Request("b", PROMPT, max_tokens=1))
     loop.run()
     assert hit_tokens(loop) == 0

@@ -310,6 +310,25 @@ def test_a_stall_is_counted_with_its_time(make_tiered):
     assert loop.schedule() is not None
     stats = loop.scheduler.stats()
     assert (stats.num_stalls, stats.stall_s) == (1, 1.5)
+    loop.run()
+
+
+def test_a_stall_ends_when_nobody_waits_any_more(make_tiered):
+    loop = make_tiered()
+    run(loop, Request("first", PROMPT, max_tokens=1))
+    evict(loop)
+    loop.add(Request("again", PROMPT, max_tokens=1))
+    for _ in range(3):
+        assert loop.schedule() is None
+        loop.clock.now += 0.5
+    assert loop.scheduler.stats().stall_s == 1.0, "a stall that goes on is seen"
+    loop.scheduler.abort_request("again")
+    loop.clock.now += 3600.0
+    loop.add(Request("other", [5] * 6, max_tokens=1, arrival_time=loop.clock.now))
+    assert loop.schedule() is not None
+    stats = loop.scheduler.stats()
+    assert (stats.num_stalls, stats.stall_s) == (1, 1.0)
+    loop.run()
 
 
 def test_more_than_may_be_on_its_way_is_lost(make_tiered):
@@ -336,6 +355,94 @@ def test_loads_beyond_the_bound_wait_their_turn(make_tiered, expect_alone):
     assert [one.status, two.status] == [LOADING, RequestStatus.WAITING]  # the first is too large, and goes alone
     loop.run()
     for request in (one, two):
+        assert request.output_token_ids == expect_alone(request, loop.config)
+
+
+def test_a_load_too_large_for_the_bound_is_not_passed_by_smaller_ones_for_ever(make_tiered, expect_alone):
+    loop = make_tiered(max_loading_pages=3, num_host_pages=200, num_pages=41)
+    prompts = [[seed, *range(5)] for seed in range(1, 6)]
+    for prompt in (PROMPT, *prompts):
+        run(loop, Request("first", prompt, max_tokens=1))
+    run(loop, Request("long", LONG, max_tokens=15))
+    run(loop, Request("longer", LONG[::-1], max_tokens=15))
+    small = [Request(f"r{index}", prompt, max_tokens=1) for index, prompt in enumerate(prompts)]
+    large = Request("large", PROMPT, max_tokens=3)
+    loop.add(small[0], large)
+    for request in small[1:]:
+        loop.schedule()
+        assert large.status is RequestStatus.WAITING
+        loop.add(request)  # while the one before is on its way
+    loop.schedule()
+    assert [request.status is LOADING for request in small] == [True, False, False, False, False]
+    until_done = len(loop.copies)
+    for _ in range(until_done):
+        loop.copies.finish()
+    loop.schedule()
+    assert large.status is LOADING
+    loop.run()
+    for request in (*small, large):
+        assert request.output_token_ids == expect_alone(request, loop.config)
+
+
+def test_room_for_the_rest_of_a_load_is_not_given_to_later_requests(make_tiered, expect_alone):
+    loop = make_tiered(max_num_batched_tokens=96)
+    prompts = [[seed, *range(20)] for seed in (1, 2)]  # five pages on the host
+    for prompt in prompts:
+        run(loop, Request("first", prompt, max_tokens=1))
+    evict(loop)
+    one, two = (Request(f"r{seed}", [*prompt, *[seed] * 33], max_tokens=3) for seed, prompt in enumerate(prompts))
+    small, late = Request("small", [7] * 25, max_tokens=1), Request("late", [8] * 25, max_tokens=1)
+    loop.add(one, two)  # 14 pages each, of 24
+    loop.schedule()
+    assert [one.status, two.status] == [LOADING, RequestStatus.WAITING]
+    loop.scheduler.abort_request("r1")
+    loop.add(small, late)  # seven pages each, and one for the row: there is room for one of them
+    plan = loop.schedule()
+    assert plan.started == [small]
+    assert late.status is RequestStatus.WAITING
+    loop.run()
+    for request in (one, small, late):
+        assert request.output_token_ids == expect_alone(request, loop.config)
+
+
+def test_pages_come_back_once_for_a_start(make_tiered, expect_alone):
+    """What was lost again while a request waited for a row is computed: else it might wait for ever."""
+    loop = make_tiered(max_num_seqs=1)
+    run(loop, Request("first", PROMPT, max_tokens=1))
+    evict(loop)
+    running, later = Request("running", [3] * 5, max_tokens=90), Request("later", PROMPT, max_tokens=3)
+    loop.add(running, later)
+    loop.step()
+    assert later.status is LOADING
+    while loop.copies:
+        loop.copies.finish()
+    while not running.status.is_finished:  # and takes all pages
+        loop.step()
+        assert later.status is RequestStatus.WAITING
+    loop.scheduler._planner.pages.pool.forget_cached()
+    loop.schedule()
+    assert later.row is not None
+    loop.run()
+    assert later.output_token_ids == expect_alone(later, loop.config)
+    evict(loop)
+    again = Request("again", PROMPT, max_tokens=1)
+    run(loop, again)
+    assert loop.scheduler.stats().num_loaded_pages == 10
+
+
+def test_what_sets_out_ahead_leaves_the_prompt_that_is_being_read_its_pages(make_tiered, expect_alone):
+    loop = make_tiered(max_num_seqs=1, max_num_batched_tokens=8)
+    run(loop, Request("first", PROMPT, max_tokens=1))
+    evict(loop)
+    reading, later = Request("reading", LONG[::-1], max_tokens=3), Request("later", PROMPT, max_tokens=3)
+    loop.add(reading, later)
+    for number in range(1, 11):  # no copy is ever done
+        loop.schedule()
+        assert loop.plans[-1].num_tokens == 8, f"step {number}"
+        loop.update()
+    assert reading.num_output_tokens == 1
+    loop.run()
+    for request in (reading, later):
         assert request.output_token_ids == expect_alone(request, loop.config)
 
 

@@ -44,6 +44,7 @@ def test_the_model_is_called_as_it_was_given_by_default(start_stub, stub_folder)
 
 def test_health_version_and_load(client):
     assert client.get("/health").json() == {"status": "ok"}
+    assert client.head("/health").status_code == client.head("/ready").status_code == 200
     version = client.get("/version").json()
     assert version["version"] == jaxllm.__version__
     assert version["device"] == "stub"

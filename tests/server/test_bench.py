@@ -320,6 +320,18 @@ def test_a_recorded_trace_is_played(bench, tmp_path):
     assert "k1" not in json.dumps(bench.report)
 
 
+def test_tenants_that_the_server_cannot_tell_apart_are_told(bench, tmp_path, capsys):
+    lines = [{"arrival_s": 0, "prompt_tokens": 9, "output_tokens": 1, "tenant": tenant} for tenant in "ab"]
+    (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    options = ("--workload", "trace", "--trace", str(tmp_path / "trace.jsonl"))
+    with FakeOpenAI() as server:
+        _, _, _, err = bench(server, *options, "--tenant-key", "a=k")
+        assert "these tenants of the trace are one: b (see --tenant-key)" in err
+        with pytest.raises(SystemExit):
+            bench(server, *options, "--tenant-key", "c=k")
+    assert "--tenant-key has c; the trace has 'a', 'b'" in capsys.readouterr().err
+
+
 def test_a_trace_that_cannot_be_read_names_the_line(tmp_path):
     (tmp_path / "t.jsonl").write_text('{"arrival_s": 0}\n')
     with pytest.raises(ConfigError, match="line 1 has no prompt_tokens"):
@@ -394,6 +406,8 @@ def test_a_chart_without_matplotlib_is_refused_before_anything_runs(bench, monke
         (["--extra-body", '{"n": 2}'], "--extra-body may not have n"),
         (["--tenant-key", "a=b"], "--tenant-key belongs to --workload trace"),
         (["--warmup", "-1"], "--warmup is -1"),
+        (["-o", "/nowhere/x.json"], "--output is /nowhere/x.json, and there is no folder /nowhere"),
+        (["--chart", "/nowhere/x.png"], "--chart is /nowhere/x.png, and there is no folder /nowhere"),
         (["--num-request", "5"], "unknown option --num-request; did you mean --num-requests?"),
     ],
 )

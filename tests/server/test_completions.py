@@ -178,10 +178,10 @@ def test_a_model_that_is_not_served_is_not_found(stub_server):
     ("name", "value", "words"),
     [
         ("X-Priority", "-1", "X-Priority is -1"),
-        ("X-Priority", "high", "valid integer"),
+        ("X-Priority", "high", "X-Priority is 'high'; it must be an integer"),
         ("X-Timeout-S", "0", "X-Timeout-S is 0"),
         ("X-Timeout-S", "nan", "X-Timeout-S is nan"),
-        ("X-Queue-Timeout-S", "soon", "valid number"),
+        ("X-Queue-Timeout-S", "soon", "X-Queue-Timeout-S is 'soon'; it must be a number of seconds"),
     ],
 )
 def test_headers_that_cannot_be_are_refused(stub_server, name, value, words):

@@ -8,6 +8,7 @@ import pytest
 
 from jaxllm import OutputDelta, RequestMetrics, SamplingParams
 from jaxllm.server.api_errors import ApiError
+from jaxllm.server.board import Phase
 from jaxllm.server.call import Call
 from jaxllm.server.drain import Drain
 from jaxllm.server.generation import ClientLeftError, Generation, gather
@@ -105,7 +106,6 @@ class World:
     def assert_over(self, *finish_reasons: str) -> None:
         """All is given back, and told once for each stream."""
         assert self.server.drain.num_active == 0
-        assert not self.server.drain.streams
         assert all(stream.num_closes for stream in self.streams)
         assert [tuple(finished.finish_reasons) for finished in self.finished] == [finish_reasons] * len(self.streams)
 
@@ -165,6 +165,17 @@ def test_a_dead_engine_is_the_servers_fault():
         generation = await world.start()
         world.server.llm.state = "restarting"
         with refused(503, "engine_dead", "the process died"):
+            await gather(generation)
+
+    asyncio.run(run())
+
+
+def test_the_end_of_the_server_is_told_as_such():
+    async def run() -> None:
+        world = World([last(finish_reason="error", error="the connection to the engine has been closed")])
+        generation = await world.start()
+        world.server.drain.board.phase = Phase.STOPPING
+        with refused(503, "shutting_down", "send the request again"):
             await gather(generation)
 
     asyncio.run(run())
@@ -240,8 +251,8 @@ def test_the_answers_of_several_prompts_come_as_they_are_made():
         world = World([delta(text="a"), last(text="b")], [last(text="c")], [delta(text="d"), last(text="e")])
         generations = [await world.start() for _ in range(3)]
         texts = ["", "", ""]
-        async for number, new in merged_deltas(generations):
-            texts[number] += new.text
+        async for new in merged_deltas(generations):
+            texts[new.index] += new.text
         assert texts == ["ab", "c", "de"]
         world.assert_over("stop")
 

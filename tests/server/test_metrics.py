@@ -335,7 +335,7 @@ def test_each_of_several_workers_answers_for_all(stub_folder, tmp_path):
                 assert found["jaxllm:request_success_total", "finished_reason=length"] == 24
                 assert client.get("/live").json()["recent"]["ttft_ms"]["count"] == 24
         files = [path for process in server.processes for path in _mapped_counts(process)]
-        assert len(files) == len(set(files)) == 2
+        assert len(files) == len(set(files)) >= 2
     finally:
         server.close()
 

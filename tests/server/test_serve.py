@@ -122,6 +122,32 @@ def test_an_answer_that_is_not_streamed_ends_with_503_too(run_serve):
     assert server.wait() == 0
 
 
+def test_an_engine_that_is_stuck_does_not_keep_the_server_from_ending(run_serve):
+    server = run_serve(shutdown_timeout_s=0.5)
+    streaming = Streaming(server.url, 2000)
+    streaming.wait_until_begun()
+    stuck = Streaming(server.url, 5, prompt="!hang")
+    server.wait_for(lambda: httpx.get(server.url + "/load").json()["server_load"] == 2)
+    start = time.monotonic()
+    server.signal()
+    assert server.wait() == 0
+    assert time.monotonic() - start < 8
+    streaming.wait()
+    assert streaming.error is None
+    assert streaming.chunks[-1]["error"]["code"] == "shutting_down"
+    stuck.wait()
+    server.assert_no_orphans()
+
+
+@pytest.mark.parametrize("api_workers", [1, 2])
+def test_options_that_the_model_does_not_bear_are_told_once(run_serve, tmp_path, api_workers):
+    (tmp_path / "template.jinja").write_text("{% if %}")
+    server = run_serve(chat_template=str(tmp_path / "template.jinja"), api_workers=api_workers, wait=False)
+    assert server.process.wait(60) != 0
+    server.wait()
+    assert "".join(server.lines).count("template.jinja is not a Jinja template") == 1
+
+
 @pytest.mark.parametrize("api_workers", [1, 2])
 def test_nothing_is_left_when_it_is_killed(run_serve, api_workers):
     server = run_serve(api_workers=api_workers)

@@ -18,6 +18,13 @@ def test_every_option_is_explained():
     assert all(docs.get(field.name) for field in fields(ServerConfig))
 
 
+def test_serving_md_has_every_option_and_default():
+    text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    for field in fields(ServerConfig):
+        default = f"{field.default:,}" if type(field.default) is int else f"`{field.default}`"
+        assert f"| `{field.name}` | {default} |" in text
+
+
 def test_every_option_is_read_somewhere():
     folder = Path(jaxllm.server.__path__[0])
     sources = [path.read_text() for path in folder.rglob("*.py") if path.name != "server_config.py"]
