@@ -70,14 +70,14 @@ def run_turn(llm: LLM, clock: Clock, args: argparse.Namespace, rng: np.random.Ge
     params = SamplingParams(temperature=0, max_tokens=args.max_model_len - 256, ignore_eos=True)
     clock.times.clear()
     for index in range(args.decodes):
-        engine.add_request(str(index), random_tokens(rng, 64 + index), params)
+        engine.add_request(str(index), random_tokens(rng, llm, 64 + index), params)
     while len(clock.times) < args.decodes or min(map(len, clock.times.values())) < 8:
         engine.step()
     start = perf_counter()
     for _ in range(args.steps):
         engine.step()
     arrival = perf_counter()
-    engine.add_request(LONG, random_tokens(rng, args.prompt), params)
+    engine.add_request(LONG, random_tokens(rng, llm, args.prompt), params)
     num_steps = 0
     while LONG not in clock.times:
         engine.step()
@@ -89,8 +89,9 @@ def run_turn(llm: LLM, clock: Clock, args: argparse.Namespace, rng: np.random.Ge
     return Turn(clock.gaps_ms(start, arrival), clock.gaps_ms(arrival, first_token), first_token - arrival, num_steps)
 
 
-def random_tokens(rng: np.random.Generator, number: int) -> list[int]:
-    return rng.integers(1_000, 30_000, number).tolist()
+def random_tokens(rng: np.random.Generator, llm: LLM, number: int) -> list[int]:
+    """Without the low ids, where vocabularies keep special tokens."""
+    return rng.integers(llm.engine.vocab_size // 32, llm.engine.vocab_size, number).tolist()
 
 
 def main() -> None:

@@ -18,9 +18,11 @@ from jaxllm import LLM, SamplingParams
 def ask(llm: LLM, args: argparse.Namespace, seed: int) -> tuple[float, float]:
     """Seconds until all questions are answered, and the part of their tokens that was found in the cache."""
     rng = np.random.default_rng(seed)
-    system = rng.integers(1_000, 30_000, args.system).tolist()
+    vocab_size = llm.engine.vocab_size
+    lowest = vocab_size // 32  # below, vocabularies keep special tokens
+    system = rng.integers(lowest, vocab_size, args.system).tolist()
     prompts = [
-        {"prompt_token_ids": system + rng.integers(1_000, 30_000, args.question).tolist()}
+        {"prompt_token_ids": system + rng.integers(lowest, vocab_size, args.question).tolist()}
         for _ in range(args.questions)
     ]
     params = SamplingParams(temperature=0, max_tokens=args.answer, ignore_eos=True)

@@ -54,11 +54,13 @@ def converse(llm: LLM, args: argparse.Namespace, seed: int) -> Round:
     """All conversations from their first to their last turn."""
     rng = np.random.default_rng(seed)
     params = SamplingParams(temperature=0, max_tokens=args.answer, ignore_eos=True)
+    vocab_size = llm.engine.vocab_size
+    lowest = vocab_size // 32  # below, vocabularies keep special tokens
     histories: list[list[int]] = [[] for _ in range(args.conversations)]
     before, start = llm.engine.scheduler.stats(), perf_counter()
     for turn in range(args.turns):
         for history in histories:
-            history += rng.integers(1_000, 30_000, args.question if turn else args.first).tolist()
+            history += rng.integers(lowest, vocab_size, args.question if turn else args.first).tolist()
         outputs = llm.generate([{"prompt_token_ids": history} for history in histories], params, use_tqdm=False)
         for history, output in zip(histories, outputs, strict=True):
             history += output.outputs[0].token_ids

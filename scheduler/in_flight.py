@@ -26,9 +26,16 @@ class InFlight:
     def pop(self, plan: StepPlan) -> None:
         """The plan's result is known. The steps of those before it have failed, and nothing comes of them."""
         assert plan in self._plans, "a plan is updated once, and before those made after it"
-        while (oldest := self._plans.popleft()) is not plan:
-            for clock, row in [key for key in self._awaited if key[0] == oldest.clock]:
-                self._awaited.pop((clock, row)).num_awaited_plans -= 1
+        while self._plans[0] is not plan:
+            self.drop(self._plans[0])
+        self._plans.popleft()
+
+    def drop(self, plan: StepPlan) -> None:
+        """Nothing comes of the plan, or nothing more."""
+        if plan in self._plans:
+            self._plans.remove(plan)
+        for clock, row in [key for key in self._awaited if key[0] == plan.clock]:
+            self._awaited.pop((clock, row)).num_awaited_plans -= 1
 
     def await_tokens(self, request: Request, row: int) -> None:
         """The request is going to lose its row; what plans in flight sample for it there still belongs to it."""

@@ -108,10 +108,12 @@ class KVPages:
         num_taken = len(prefix.slots) + self.pool.num_unowned(prefix.found_pages)
         return num_taken <= self.num_free_pages - num_reserved_pages
 
-    def begin_load(self, request: Request, prefix: HostPrefix) -> None:
-        """Begins to bring back what the host has. Those who begin alike wait for it too."""
-        self.loads.begin(request, prefix)
-        self._coming.update(self.loads.coming_keys)
+    def begin_load(self, request: Request, prefix: HostPrefix, shared_pages: Sequence[int]) -> None:
+        """Begins to bring back what the host has, and reserves what the request lacks beyond. Those who begin alike
+        wait for it too."""
+        num_taken = len(prefix.slots) + self.pool.num_unowned(prefix.found_pages)
+        self.loads.begin(request, prefix, max(0, self.num_missing(request, shared_pages) - num_taken))
+        self._coming.update(request.page_keys)
 
     def num_missing(self, request: Request, shared_pages: Sequence[int]) -> int:
         """The most free pages that the request takes up when it is admitted, until all its tokens are computed."""
@@ -121,6 +123,12 @@ class KVPages:
             return num_spanned * self._num_groups - len(shared_pages) + num_unowned
         num_new = self._config.num_pages_for(request.num_tokens, len(shared_pages) // self._num_groups)
         return min(num_new + num_unowned, self._config.num_pages_for(request.num_tokens))
+
+    def num_lacking(self, row: int) -> int:
+        """The most free pages that a row takes up until all its tokens are computed."""
+        table = self._table
+        num_held = table.num_pages.item(row) * self._num_groups - int(table.first_page[:, row].sum())
+        return max(0, self._config.num_pages_for(table.num_total_tokens.item(row)) - num_held)
 
     def admit(self, row: int, request: Request, shared_pages: Sequence[int], num_tokens: int) -> None:
         """The row of an admitted request begins with pages of others, which count as computed, and gets what it lacks
@@ -159,25 +167,22 @@ class KVPages:
         if num_pages > 0:
             self.pool.free(self._table.pop_pages(row, num_pages))
 
-    def release(self, rows: np.ndarray, *, is_sound: bool = True) -> None:
-        """Takes rows (int[M], distinct) and their pages from their requests. Others will not find pages that are not
-        sound."""
-        table = self._table
-        if not is_sound:
-            pages = table.page_table[:, rows]
-            self.pool.forget_cached(pages[pages > 0].tolist())
-            self.tiers.forget(
-                key for request in table.requests_of(rows) for key in self.cache.own_keys(request.page_keys)
-            )
-        else:
-            self._register_full(rows)
-        for row_pages in table.release(rows):
+    def release(self, rows: np.ndarray) -> None:
+        """Takes rows (int[M], distinct) and their pages from their requests."""
+        self._register_full(rows)
+        for row_pages in self._table.release(rows):
             self.pool.free(row_pages)
 
     def num_freed_by(self, rows: Sequence[int], kept_pages: Sequence[int]) -> int:
         """Pages other than `kept_pages` that are free when these rows give up their own."""
         pages = self._table.page_table[:, rows]
         return self.pool.num_freed(pages[pages > 0].tolist(), kept_pages)
+
+    def forget(self, request: Request) -> None:
+        """What was computed for a request is found by nobody any more, wherever it lies."""
+        keys = self.cache.own_keys(request.page_keys)
+        self.pool.forget_cached([page for key in keys if (page := self.cache.page_of(key)) is not None])
+        self.tiers.forget(keys)
 
     def forget_all(self) -> None:
         """Nothing that was computed is found any more, on the device or on the host."""

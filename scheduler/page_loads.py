@@ -29,12 +29,16 @@ class HostPrefix(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class PageLoad:
-    """One request's. It owns `prefix.found_pages` and `pages`, which are to be written."""
+    """One request's. It owns `prefix.found_pages` and `pages`, which are to be written.
+
+    num_rest_pages: that it lacks beyond, to have all its tokens computed.
+    """
 
     ticket: int
     request: Request
     prefix: HostPrefix
     pages: list[int]
+    num_rest_pages: int
     num_written_pages: int = 0
 
 
@@ -46,6 +50,7 @@ class PageLoads:
     line and finds them there.
 
     num_loaded_pages: since the start.
+    num_reserved_pages: free ones that the requests are going to need when theirs have come.
     """
 
     def __init__(self, pool: PagePool, cache: PrefixCache, tiers: PageTiers) -> None:
@@ -58,6 +63,7 @@ class PageLoads:
         self._begun: list[tuple[int, list[int]]] = []  # that nobody has been told of
         self._seconds_per_page: float | None = None
         self.num_loaded_pages = 0
+        self.num_reserved_pages = 0
 
     def __len__(self) -> int:
         return len(self._by_ticket)
@@ -83,11 +89,12 @@ class PageLoads:
         """Of the pages that requests wait for, as `Request.page_keys` has them."""
         return [key for load in self._by_ticket.values() for key in load.request.page_keys]
 
-    def begin(self, request: Request, prefix: HostPrefix) -> None:
+    def begin(self, request: Request, prefix: HostPrefix, num_rest_pages: int) -> None:
         """Begins to bring what lies on the host."""
         self._pool.share(prefix.found_pages)
         self._tiers.begin_load(prefix.slots)
-        load = PageLoad(next(self._tickets), request, prefix, self._pool.allocate(len(prefix.slots)))
+        self.num_reserved_pages += num_rest_pages
+        load = PageLoad(next(self._tickets), request, prefix, self._pool.allocate(len(prefix.slots)), num_rest_pages)
         self._by_ticket[load.ticket] = load
         self._ticket_of[request] = load.ticket
         self._begun.append((load.ticket, prefix.slots))
@@ -132,6 +139,7 @@ class PageLoads:
         """Gives back the pages of a request that waits for them no longer."""
         load = self._by_ticket.pop(self._ticket_of.pop(request))
         self._begun = [(ticket, slots) for ticket, slots in self._begun if ticket != load.ticket]
+        self.num_reserved_pages -= load.num_rest_pages
         slots, num_written = load.prefix.slots, load.num_written_pages
         self._tiers.end_load(slots[:num_written], is_sound=True)
         self._tiers.end_load(slots[num_written:], is_sound=is_sound)
@@ -152,4 +160,5 @@ class PageLoads:
             request: load.ticket for load in self._by_ticket.values() for request in [load.request]
         } == self._ticket_of
         assert {ticket for ticket, _ in self._begun} <= set(self._by_ticket)
+        assert self.num_reserved_pages == sum(load.num_rest_pages for load in self._by_ticket.values())
         assert all(load.num_written_pages < len(load.pages) for load in self._by_ticket.values())

@@ -9,13 +9,16 @@ from jaxllm.scheduler.page_loads import HostPrefix
 from jaxllm.scheduler.request import Request, RequestStatus
 from jaxllm.scheduler.waiting_queue import WaitingQueue
 
+_STEPS_BETWEEN_LOOKS = 8
+
 
 class PageReturns:
     """Moves requests between the queue and the loads of pages.
 
     A request whose pages lie on the host leaves the queue with room for all its tokens secured, and blocks nobody. It
-    comes back to its place in line when they are on the device, or will not come. Where there is room already, it is
-    asked for as the request would start; while all rows are taken, some steps ahead.
+    comes back to its place in line when they are on the device, or will not come. Where there is room already, they
+    are asked for as the request would start; while all rows are taken, some steps ahead. If they get lost again before
+    it has started, it computes them: else others that start meanwhile could keep it from starting for ever.
     """
 
     def __init__(self, config: SchedulerConfig, pages: KVPages, waiting: WaitingQueue, pacing: Pacing) -> None:
@@ -24,16 +27,22 @@ class PageReturns:
         self._waiting = waiting
         self._pacing = pacing
         self._loads = pages.loads
+        self._last_first: Request | None = None  # in line, when the next requests were looked at
+        self._next_look = 0
 
     def wanted(self, request: Request, shared_pages: Sequence[int]) -> HostPrefix | None:
         """What should be brought back before the request starts, beyond the pages of the device that it would share.
         None, also where computing it again is expected to take less time."""
+        if request.has_pages_back:
+            return None
         prefix = self._pages.on_host(request, shared_pages)
         return prefix if prefix is not None and self._is_worth(prefix) else None
 
     def note_start(self, request: Request, shared_pages: Sequence[int]) -> None:
         """The request starts. If that leaves pages on the host, the estimate that was against them fades, or it would
         never be put right."""
+        if self._config.return_by != "auto" or request.has_pages_back:
+            return
         if self._pages.on_host(request, shared_pages) is not None:
             self._loads.fade_estimate()
 
@@ -42,24 +51,36 @@ class PageReturns:
         num_loading = self._loads.num_loading_pages
         return num_loading == 0 or num_loading + len(prefix.slots) <= self._config.max_loading_pages
 
-    def begin(self, request: Request, prefix: HostPrefix) -> None:
+    def begin(self, request: Request, prefix: HostPrefix, shared_pages: Sequence[int]) -> None:
         """Takes the request out of the queue to wait for its pages."""
         self._waiting.remove(request)
         request.move_to(RequestStatus.WAITING_FOR_PAGES)
-        self._pages.begin_load(request, prefix)
+        self._pages.begin_load(request, prefix, shared_pages)
 
-    def prefetch(self, num_reserved_pages: int, first_waiting: Callable[[], Request | None]) -> None:
-        """Begins to bring back pages of the next requests, which find no row yet. Some free pages are reserved."""
+    def is_prefetch_due(self, first: Request | None, clock: int) -> bool:
+        """Whether it is time to look at the next requests, `first` of which is the first: what lies where changes in
+        each step, but a look costs what their prompts are long."""
+        if first is None or (first is self._last_first and clock < self._next_look):
+            return False
+        self._last_first, self._next_look = first, clock + _STEPS_BETWEEN_LOOKS
+        return True
+
+    def prefetch(self, num_row_pages: int, first_waiting: Callable[[], Request | None]) -> None:
+        """Begins to bring back pages of the next requests, which find no row yet. So many free pages are left to the
+        running rows."""
         passed: list[Request] = []
         while len(passed) < self._config.prefetch_window and (request := first_waiting()) is not None:
             if request.num_awaited_plans:
                 break
             shared_pages = self._pages.match(request)
             if shared_pages is not None and (prefix := self.wanted(request, shared_pages)) is not None:
+                if not self.may_set_out(prefix):
+                    break
+                num_reserved_pages = num_row_pages + self._loads.num_reserved_pages
                 num_missing = self._pages.num_missing(request, shared_pages)
                 has_room = num_missing <= self._pages.num_free_pages - num_reserved_pages
-                if has_room and self.may_set_out(prefix) and self._pages.has_room_for(prefix, num_reserved_pages):
-                    self.begin(request, prefix)
+                if has_room and self._pages.has_room_for(prefix, num_reserved_pages):
+                    self.begin(request, prefix, shared_pages)
                     continue
             self._waiting.remove(request)
             passed.append(request)
@@ -70,6 +91,7 @@ class PageReturns:
         """See `Scheduler.pages_loaded`."""
         pages, complete = self._loads.take_in(ticket, num_pages, seconds)
         if complete is not None:
+            complete.has_pages_back = True
             self._go_back(complete)
         return pages
 

@@ -179,6 +179,7 @@ class Request:
         self.num_times_overtaken = 0  # by requests behind it that found more in the cache
         self.num_given_up_tokens = 0  # computed before its last preemption
         self.has_started = False  # whether it has had a row
+        self.has_pages_back = False  # whether it got pages from the host since it ran last
         self.num_awaited_plans = 0  # in flight, which sample for it, although it was preempted since
         self._token_ids = _int32_token_ids(request_id, "prompt_token_ids", prompt_token_ids)
         self.num_prompt_tokens = len(self._token_ids)
@@ -234,7 +235,7 @@ class Request:
     def attach(self, table: "RunningTable", row: int) -> None:
         """Hands the tokens over to a row of the running table."""
         self.move_to(RequestStatus.PREFILLING)
-        self.has_started = True
+        self.has_started, self.has_pages_back = True, False
         self._table, self._row = table, row
         self._token_ids = _NO_TOKENS
 

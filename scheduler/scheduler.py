@@ -202,8 +202,7 @@ class Scheduler:
             int32[S, K]: the accepted ones and the token after them.
         num_sampled_tokens: int32[S], if the plan has drafts: how many of the K each row has, 1 or more.
 
-        A plan whose step failed is never updated: finish its requests (FINISHED_ERROR), reset the prefix cache, and go
-        on with a later plan.
+        A plan whose step failed is never updated: see `drop`.
         """
         self._planner.in_flight.pop(plan)
         self._planner.pacing.note_result(plan, self._clock())
@@ -228,6 +227,14 @@ class Scheduler:
             self._close(request, status)
         output = StepOutput(rows, np.ones(len(rows), np.int32), token_ids, requests, list(ends))
         return output if others is None else output.joined(others)
+
+    def drop(self, plan: StepPlan) -> None:
+        """The plan's step has failed, and nothing comes of it; nobody waits for its tokens any more.
+
+        The caller ends the requests that have rows in it (FINISHED_ERROR); unless it is known that the step left what
+        others may find as it should be, it resets the prefix cache too.
+        """
+        self._planner.in_flight.drop(plan)
 
     def reset_prefix_cache(self, *, force: bool = False) -> bool:
         """Makes the prefix cache forget all, as when the weights have changed.
@@ -308,11 +315,13 @@ class Scheduler:
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
         if request.row is not None:
-            self._planner.leave_rows([request], is_sound=status is not RequestStatus.FINISHED_ERROR)
+            self._planner.leave_rows([request])
         elif self._preparing.pop(request.request_id, None) is not None:
             self._num_preparing_tokens -= request.num_tokens
         else:
             self._planner.leave_queue(request)
+        if status is RequestStatus.FINISHED_ERROR and request.has_started:
+            self._planner.pages.forget(request)
         self._close(request, status)
 
     def _close(self, request: Request, status: RequestStatus) -> None:

@@ -71,8 +71,8 @@ class StepPlanner:
 
     @property
     def _num_reserved_pages(self) -> int:
-        """For the running rows: the next page of each, in each group."""
-        return self.num_running * self.config.num_groups
+        """For the running rows: the next page of each, in each group; and for those that wait for pages: the others."""
+        return self.num_running * self.config.num_groups + self.pages.loads.num_reserved_pages
 
     @property
     def last_step(self) -> StepTokens:
@@ -110,8 +110,7 @@ class StepPlanner:
             if may_admit:
                 left = self._admit(scheduled_R, left, reading_row)
                 if len(self.pages.tiers) and not self.table.num_free_rows:
-                    self.pages.begin_admissions(reading_row)
-                    self.returns.prefetch(self._num_reserved_pages, self._first_waiting)
+                    self._prefetch(reading_row)
             is_mixed = is_mixed or left < budget
         plan = self._commit(scheduled_R, is_mixed, now)
         if self.config.num_host_pages:
@@ -145,12 +144,12 @@ class StepPlanner:
         request.move_to(RequestStatus.PREEMPTED)
         self._waiting.push(request)
 
-    def leave_rows(self, requests: Sequence[Request], *, is_sound: bool = True) -> None:
-        """Takes rows and pages from running requests. Others will not find pages that are not sound."""
+    def leave_rows(self, requests: Sequence[Request]) -> None:
+        """Takes rows and pages from running requests."""
         rows = [cast(int, request.row) for request in requests]
         if self._prompt_row in rows:
             self._prompt_row = None
-        self.pages.release(np.array(rows), is_sound=is_sound)
+        self.pages.release(np.array(rows))
         for request in requests:
             self._tenants.stop(request)
 
@@ -158,6 +157,8 @@ class StepPlanner:
         """Takes out a request that waits, in the queue or for its pages."""
         if request in self.pages.loads:
             self.pages.loads.end(request)
+            if not len(self.pages.loads):
+                self._stalled_since = None
         else:
             self._waiting.remove(request)
 
@@ -254,16 +255,20 @@ class StepPlanner:
         return budget - num_tokens
 
     def _is_better_read_instead(self, row: int) -> bool:
-        """Whether the first waiting request outranks the one amid its prompt, would have pages in its place, and would
-        not waste what has been computed for it."""
+        """Whether the first waiting request outranks the one amid its prompt, would have pages in its place or could
+        set out for its own, and would not waste what has been computed for it."""
         pages, request, first = self.pages, self.table.requests[row], self._first_waiting()
         if first is None or first.priority >= request.priority or first.num_awaited_plans:
             return False
         if not pages.cache.serves(request):
             return False
-        shared_pages = pages.cache.match(first)
+        pages.begin_admissions(None)
+        shared_pages = pages.match(first)
+        prefix = None if shared_pages is None else self.returns.wanted(first, shared_pages)
+        if shared_pages is None or (prefix is not None and not self.returns.may_set_out(prefix)):
+            return False
         num_spare = pages.num_free_pages + pages.num_freed_by([row], shared_pages)
-        num_spare -= (self.num_running - 1) * self.config.num_groups
+        num_spare -= self._num_reserved_pages - self.config.num_groups
         return pages.num_missing(first, shared_pages) <= num_spare
 
     def _admit(self, scheduled_R: np.ndarray, budget: int, reading_row: int | None) -> int:
@@ -274,7 +279,7 @@ class StepPlanner:
         takes its place. Returns what is left of the budget.
         """
         deferred: list[Request] = []
-        has_begun = False
+        has_begun, may_set_out = False, True
         while budget > 0 and (self.table.num_free_rows or self._may_take_a_row()):
             request = self._first_waiting()
             if request is None or not (self.table.num_free_rows or self._outranks_some(request)):
@@ -288,7 +293,9 @@ class StepPlanner:
                 break
             shared_pages = self.pages.match(request)
             prefix = None if shared_pages is None else self.returns.wanted(request, shared_pages)
-            if shared_pages is None or (prefix is not None and not self.returns.may_set_out(prefix)):
+            if prefix is not None:  # Once one may not, nobody passes it: else it might wait for ever.
+                may_set_out = may_set_out and self.returns.may_set_out(prefix)
+            if shared_pages is None or (prefix is not None and not may_set_out):
                 if len(deferred) == _MAX_DEFERRED:
                     break
                 self._waiting.remove(request)
@@ -299,12 +306,21 @@ class StepPlanner:
             if prefix is None:
                 budget -= self._start(request, shared_pages, scheduled_R, budget)
             elif self.pages.has_room_for(prefix, self._num_reserved_pages):
-                self.returns.begin(request, prefix)
+                self.returns.begin(request, prefix, shared_pages)
             else:
                 break
         for request in deferred:
             self._waiting.push(request)
         return budget
+
+    def _prefetch(self, reading_row: int | None) -> None:
+        """Lets pages of the next requests set out, beyond what the running rows need."""
+        if self.returns.is_prefetch_due(self._first_waiting(), self.table.clock):
+            self.pages.begin_admissions(reading_row)
+            num_row_pages = self.num_running * self.config.num_groups
+            if self._prompt_row is not None:
+                num_row_pages += self.pages.num_lacking(self._prompt_row)
+            self.returns.prefetch(num_row_pages, self._first_waiting)
 
     def _start(self, request: Request, shared_pages: list[int], scheduled_R: np.ndarray, budget: int) -> int:
         """Gives the request a row, pages, and what it may compute in this step. Returns how much that is."""
@@ -381,12 +397,12 @@ class StepPlanner:
 
     def _note_stall(self, plan: StepPlan | None, now: float) -> None:
         """Counts the time in which the device has nothing to do because pages are on their way from the host."""
-        if plan is not None and self._stalled_since is not None:
+        is_stalled = plan is None and len(self.pages.loads) > 0 and not self.in_flight
+        if self._stalled_since is not None:
             self.stall_s += now - self._stalled_since
-            self._stalled_since = None
-        elif plan is None and self._stalled_since is None and len(self.pages.loads) and not self.in_flight:
+        elif is_stalled:
             self.num_stalls += 1
-            self._stalled_since = now
+        self._stalled_since = now if is_stalled else None
 
     def _first_waiting(self) -> Request | None:
         """The next in the order of the policy whose tenant may run more."""
@@ -415,7 +431,8 @@ class StepPlanner:
         """
         pages, table, num_groups = self.pages, self.table, self.config.num_groups
         num_free_rows = table.num_free_rows
-        num_spare = pages.pool.num_free_pages - (table.num_rows - num_free_rows) * num_groups
+        num_reserved = (table.num_rows - num_free_rows) * num_groups + pages.loads.num_reserved_pages
+        num_spare = pages.pool.num_free_pages - num_reserved
         if num_free_rows and pages.num_missing(request, shared_pages) <= num_spare:
             return True
         if not self._outranks_some(request):

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from jaxllm import EngineConfig, JaxLLMError, RequestOutput, SamplingParams, __version__
+from jaxllm import ConfigError, EngineConfig, JaxLLMError, RequestOutput, SamplingParams, __version__
 from jaxllm.server import batch_runner, remote_chat
 from jaxllm.server.answer import Answer
 from jaxllm.server.bench import cli as bench
@@ -176,8 +176,12 @@ def _serve(args: argparse.Namespace) -> int:
         options["admin_key"] = admin_key
     config = ServerConfig(**options)
     engine_config = EngineConfig(model=args.model, **options_from(args, EngineConfig))
-    from jaxllm.server.serve import serve
-
+    try:
+        from jaxllm.server.serve import serve
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f'the package {error.name!r}, which the server needs, is not installed: pip install "jaxllm[serve]"'
+        ) from error
     serve(engine_config, config)
     return 0
 

@@ -230,6 +230,8 @@ class EngineCore:
         requests = [request for request in self.scheduler.table.requests[rows].tolist() if request is not None]
         for request in requests:
             self.scheduler.finish_request(request.request_id, RequestStatus.FINISHED_ERROR)
+        for plan in plans:
+            self.scheduler.drop(plan)
         ended = [request for request in self._reports.requests if request.status.is_finished]
         message = f"the step that the request was in failed: {type(error).__name__}: {error}"
         self._reports.end_all(ended, message)

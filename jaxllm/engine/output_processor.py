@@ -114,8 +114,13 @@ class OutputProcessor[Sink]:
 
     def process(self, output: CoreOutput) -> tuple[list[tuple[Sink, OutputDelta]], list[Key]]:
         """Takes in what the core tells. Returns the deltas, and the keys of those that have ended at a stop string,
-        which the core is to be told. What it tells of a key that has ended here means nothing any more."""
+        which the core is to be told. What it tells of a key that has ended here means nothing any more.
+
+        The first and the last delta of a continuation go before those of the others: somebody waits for them, and a
+        new request is the last of the step's rows.
+        """
         records, now = self._records, output.time
+        urgent: list[tuple[Sink, OutputDelta]] = []
         deltas: list[tuple[Sink, OutputDelta]] = []
         stopped: list[Key] = []
         for key, when, num_cached_tokens in output.started:
@@ -127,6 +132,7 @@ class OutputProcessor[Sink]:
             if (record := records.get(key)) is None:
                 continue
             reason, error = ends.pop(key, (None, None)) if ends else (None, None)
+            is_first = not record.metrics.num_output_tokens
             delta = record.append(token_ids, output.logprobs.get(key), now, hides_last=reason == "stop")
             if delta.finish_reason is not None:
                 del records[key]
@@ -135,11 +141,11 @@ class OutputProcessor[Sink]:
             elif reason is not None:
                 del records[key]
                 record.finish(delta, reason, error, now)
-            deltas.append((record.sink, delta))
+            (urgent if is_first or delta.finish_reason is not None else deltas).append((record.sink, delta))
         for key, (reason, error) in ends.items():
             if key in records:
                 deltas.append(self.finish(key, reason, error, now=now))
-        return deltas, stopped
+        return urgent + deltas, stopped
 
     def finish(
         self, key: Key, reason: FinishReason, error: str | None = None, *, now: float

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 NUM_TOP_LOGPROBS = 20
 """So many of the most likely tokens come with log-probabilities, of which a request shows what it asked for."""
@@ -162,22 +163,27 @@ def _gumbel(bits: jax.Array) -> jax.Array:
 def _top(logits_SV: jax.Array, num_top: int) -> tuple[jax.Array, jax.Array]:
     """Returns the ids and logits, each [S, num_top], of each row's best tokens, best first; the lower id if equal.
 
-    One after the other, by reductions: ``lax.top_k`` would gather a vocabulary that is sharded over the mesh.
+    Of a vocabulary that is sharded over the mesh, each device finds its own best, and only these are gathered.
     """
-    num_seqs, vocab_size = logits_SV.shape
-    token_ids_SV = lax.broadcasted_iota(jnp.int32, logits_SV.shape, 1)
+    num_shards = jax.sharding.get_abstract_mesh().shape.get("model", 1)
+    if num_shards == 1:
+        top_SK, token_ids_SK = lax.top_k(logits_SV, num_top)
+        return token_ids_SK, top_SK
+    shard_size = logits_SV.shape[1] // num_shards
 
-    def find_next(last: tuple[jax.Array, jax.Array], _: None) -> tuple[tuple[jax.Array, jax.Array], ...]:
-        last_token_id_S1, last_S1 = last
-        is_left_SV = (logits_SV < last_S1) | ((logits_SV == last_S1) & (token_ids_SV > last_token_id_S1))
-        best_S1 = jnp.max(jnp.where(is_left_SV, logits_SV, -jnp.inf), axis=1, keepdims=True)
-        is_best_SV = is_left_SV & (logits_SV == best_S1)
-        token_id_S1 = jnp.min(jnp.where(is_best_SV, token_ids_SV, vocab_size - 1), axis=1, keepdims=True)
-        return (token_id_S1, best_S1), (token_id_S1[:, 0], best_S1[:, 0])
+    def find(logits_SV: jax.Array) -> tuple[jax.Array, jax.Array]:
+        top_SK, token_ids_SK = lax.top_k(logits_SV, min(num_top, shard_size))
+        token_ids_SK += lax.axis_index("model") * shard_size
+        # One shard after the other, so that of equal candidates the lower id comes first.
+        candidates_SC = lax.all_gather(top_SK, "model", axis=1, tiled=True)
+        token_ids_SC = lax.all_gather(token_ids_SK, "model", axis=1, tiled=True)
+        top_SK, places_SK = lax.top_k(candidates_SC, num_top)
+        return jnp.take_along_axis(token_ids_SC, places_SK, axis=1), top_SK
 
-    before = jnp.full((num_seqs, 1), vocab_size, jnp.int32), jnp.full((num_seqs, 1), jnp.inf, jnp.float32)
-    _, (token_ids_KS, top_KS) = lax.scan(find_next, before, length=num_top)
-    return token_ids_KS.T, top_KS.T
+    whole = PartitionSpec()
+    return jax.shard_map(find, in_specs=PartitionSpec(None, "model"), out_specs=(whole, whole), check_vma=False)(
+        logits_SV
+    )
 
 
 def _argmax(scores_SV: jax.Array) -> jax.Array:

@@ -1,5 +1,7 @@
 """Log-probabilities are those of the model's own logits, whatever is done to them before a token is drawn."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -15,6 +17,24 @@ from jaxllm.sampling_params import MAX_LOGPROBS
 DATA = Path(__file__).parent.parent / "data"
 TOLERANCE = 3e-4  # as for logits, in test_models.py
 jitted_logprobs = jax.jit(logprobs)
+
+OVER_DEVICES = """
+import jax, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxllm.engine.sampler import logprobs
+
+logits_SV = jax.random.normal(jax.random.key(0), (5, 256)).round(1)  # with equal ones
+arguments = np.arange(5), np.ones(5, bool)
+expected = jax.jit(logprobs)(logits_SV, *arguments)
+for num_devices in (2, 4, 16):  # of the 16 each has fewer tokens than are asked for
+    mesh = jax.make_mesh((1, num_devices), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        split = jax.device_put(logits_SV, NamedSharding(mesh, PartitionSpec(None, "model")))
+        found = jax.jit(logprobs)(split, *arguments)
+    np.testing.assert_allclose(found.sampled, expected.sampled, rtol=1e-5)
+    np.testing.assert_allclose(found.top, expected.top, rtol=1e-5)
+    np.testing.assert_array_equal(found.top_token_ids, expected.top_token_ids)
+"""
 PROMPTS = [np.random.default_rng(length).integers(3, 256, length).tolist() for length in (1, 9, 60)]
 
 
@@ -110,6 +130,12 @@ def test_equal_logits_come_in_the_order_of_their_ids():
     assert np.asarray(top_token_ids)[0].tolist() == list(range(20))
     assert np.asarray(top_token_ids)[1].tolist() == [30, *range(19)]
     np.testing.assert_allclose(top[0], np.full(20, -np.log(50)), rtol=1e-6)
+
+
+def test_a_vocabulary_split_over_devices_gives_the_same(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=16")
+    result = subprocess.run([sys.executable, "-c", OVER_DEVICES], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 def test_a_vocabulary_may_be_smaller_than_what_is_asked_for():

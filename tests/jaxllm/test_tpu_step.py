@@ -20,6 +20,7 @@ import pytest
 from jaxllm.config import EngineConfig, resolve
 from jaxllm.engine import runner as runner_module
 from jaxllm.engine.runner import Runner
+from jaxllm.engine.sampler import NUM_TOP_LOGPROBS
 from jaxllm.models.model import Model
 from jaxllm.pallas_kernels.tpu_target import tpu_mesh
 from jaxllm.scheduler.buckets import Bucket
@@ -201,9 +202,12 @@ def check_collectives(runner: Runner, bucket: Bucket, program: Computations) -> 
     # Of the embedding, and after the attention and the feed-forward block of each layer. Half as wide as float32.
     activations = "all-reduce", "bf16", (bucket.num_tokens, config.model_dim)
     assert found.pop(activations, 0) == 1 + 2 * config.num_layers
-    # The rest are the sampler's: a number for each row. The logits stay where they were made.
-    assert {(op, shape) for op, _, shape in found} == {("all-reduce", (bucket.num_seqs,))}
-    assert found.total() == 9  # 2 for the best token (greedy); 7 for a random one, of which 2 are in loops of 31 turns.
+    # The rest are the sampler's: a number for each row, and each device's likeliest tokens, for log-probabilities. The
+    # logits stay where they were made.
+    rows, likeliest = (bucket.num_seqs,), (runner._mesh.size, NUM_TOP_LOGPROBS, bucket.num_seqs)
+    assert {(op, shape) for op, _, shape in found} == {("all-reduce", rows), ("all-gather", likeliest)}
+    # 2 for the best token (greedy); 7 for a random one, of which 2 are in loops of 31 turns; 3 and 2 for these.
+    assert found.total() == 14
 
 
 CHECKS = check_caches_are_updated_in_place, check_weights_stay_as_they_are, check_collectives

@@ -94,6 +94,23 @@ def test_a_token_on_its_way_from_a_failed_step_is_not_waited_for(make_loop, expe
     assert again.output_token_ids == expect_alone(again, loop.config)
 
 
+def test_who_was_preempted_does_not_wait_for_a_step_that_failed(make_loop, expect_alone):
+    """Nothing else runs, so no later plan's result tells."""
+    loop = make_loop(1, num_pages=9, max_model_len=32)
+    first, second = (Request(name, [index] * 10, max_tokens=22) for index, name in enumerate(("first", "second")))
+    loop.add(first, second)
+    while second.status is not RequestStatus.PREEMPTED:
+        loop.schedule()
+        if len(loop.in_flight) > 1 and second.status is not RequestStatus.PREEMPTED:
+            loop.update()
+    assert second.num_awaited_plans > 0
+    loop.scheduler.finish_request("first", RequestStatus.FINISHED_ERROR)
+    while loop.in_flight:
+        loop.scheduler.drop(loop.in_flight.popleft()[0])
+    loop.run()
+    assert second.output_token_ids == expect_alone(second, loop.config)
+
+
 @pytest.mark.parametrize("num_ahead", [0, 1])
 def test_min_tokens_suppresses_stops(make_loop, expect_alone, num_ahead):
     loop = make_loop(num_ahead)

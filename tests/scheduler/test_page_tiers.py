@@ -425,9 +425,9 @@ def test_pages_come_back_once_for_a_start(make_tiered, expect_alone):
     loop.run()
     assert later.output_token_ids == expect_alone(later, loop.config)
     evict(loop)
-    again = Request("again", PROMPT, max_tokens=1)
-    run(loop, again)
-    assert loop.scheduler.stats().num_loaded_pages == 10
+    num_loaded = loop.scheduler.stats().num_loaded_pages
+    run(loop, Request("again", PROMPT, max_tokens=1))
+    assert loop.scheduler.stats().num_loaded_pages == num_loaded + 5
 
 
 def test_what_sets_out_ahead_leaves_the_prompt_that_is_being_read_its_pages(make_tiered, expect_alone):
@@ -443,6 +443,31 @@ def test_what_sets_out_ahead_leaves_the_prompt_that_is_being_read_its_pages(make
     assert reading.num_output_tokens == 1
     loop.run()
     for request in (reading, later):
+        assert request.output_token_ids == expect_alone(request, loop.config)
+
+
+def test_the_prompt_being_read_gives_way_once_to_an_urgent_one_whose_pages_are_far(make_tiered, expect_alone):
+    loop = make_tiered(max_num_batched_tokens=8, max_loading_pages=1, num_pages=49)
+    for prompt in (PROMPT, PROMPT[1:]):
+        run(loop, Request("first", prompt, max_tokens=1))
+    run(loop, Request("long", LONG, max_tokens=15))
+    run(loop, Request("longer", [5, *LONG], max_tokens=15))
+    run(loop, Request("longest", [6, *LONG], max_tokens=14))
+    other, reading = Request("other", PROMPT, max_tokens=1, priority=1), Request("reading", [9] * 80, max_tokens=1)
+    reading.priority = 1
+    loop.add(other, reading)
+    loop.step()
+    assert other.status is LOADING
+    assert reading.row is not None
+    urgent = Request("urgent", PROMPT[1:], max_tokens=3)
+    loop.add(urgent)
+    for _ in range(8):  # no copy is done
+        loop.step()
+    assert urgent.status is RequestStatus.WAITING
+    assert reading.num_output_tokens == 0
+    assert loop.scheduler.stats().num_preemptions <= 1
+    loop.run()
+    for request in (other, reading, urgent):
         assert request.output_token_ids == expect_alone(request, loop.config)
 
 

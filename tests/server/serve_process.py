@@ -48,7 +48,7 @@ class ServeProcess:
             [sys.executable, str(program), repr(arguments)],
             stderr=subprocess.PIPE,
             text=True,
-            env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parent), "TMPDIR": str(folder)},
             start_new_session=True,
         )
         self.lines: list[str] = []

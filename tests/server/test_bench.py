@@ -193,6 +193,8 @@ def test_a_slow_client_says_so():
     assert "it used 95% of a core" in Result("x", busy, {}).warnings()[0]
     assert "up to 50 ms late" in Result("x", late, {}).warnings()[0]
     assert not any("bottleneck" in warning for warning in Result("x", fine, {}).warnings())
+    small = Measured(0.0, 9.0, [sample(first_s=8.0, end_s=9.0)], ClientCost(0.1, [0.05]))
+    assert not any("bottleneck" in warning for warning in Result("x", small, {}).warnings())
 
 
 def test_the_lag_of_a_blocked_event_loop_is_seen():

@@ -1,6 +1,7 @@
 """The server's options: each is explained, checked, and used somewhere."""
 
 import re
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -97,3 +98,12 @@ def test_the_admin_key_is_also_taken_from_the_environment(monkeypatch):
     assert main(["serve", "model"]) == 0
     assert main(["serve", "model", "--admin-key", "from-argument"]) == 0
     assert seen == ["from-environment", "from-argument"]
+
+
+def test_missing_packages_are_told_with_the_extra_that_has_them(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "jaxllm.server.serve", raising=False)
+    monkeypatch.setitem(sys.modules, "uvloop", None)
+    assert main(["serve", "model"]) == 2
+    assert capsys.readouterr().err == (
+        "error: the package 'uvloop', which the server needs, is not installed: pip install \"jaxllm[serve]\"\n"
+    )
