@@ -67,7 +67,7 @@ class Clock:
 
 def run_turn(llm: LLM, clock: Clock, args: argparse.Namespace, rng: np.random.Generator) -> Turn:
     engine = llm.engine
-    params = SamplingParams(temperature=0, max_tokens=args.max_model_len - 256, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
     clock.times.clear()
     for index in range(args.decodes):
         engine.add_request(str(index), random_tokens(rng, llm, 64 + index), params)

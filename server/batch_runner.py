@@ -7,9 +7,11 @@ goes on where it ended.
 import argparse
 import asyncio
 import contextlib
+import itertools
 import os
 import random
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -24,8 +26,10 @@ if TYPE_CHECKING:
     from jaxllm.server.batch_file import BatchInput, BatchOutput, BatchRequest
     from jaxllm.server.http_response import Response
 
-MAX_TRIES = 8
-FIRST_WAIT_S, MAX_WAIT_S = 0.5, 30.0
+FIRST_WAIT_S, MAX_WAIT_S = 0.5, 30.0  # between tries, unless the server says when
+GIVE_UP_S = 900.0
+"""How long a server may be full, restarting or away."""
+
 NO_FAULT_OF_THE_REQUEST = (429, 502, 503)
 LINES_AHEAD = 16
 """So many times the concurrency, answers may wait in memory for an earlier one to be written first."""
@@ -95,6 +99,10 @@ def run(args: argparse.Namespace) -> int:
     num_before = output.num_done
     try:
         _check_that_output_belongs(batch, output, num_lines)
+    except ConfigError:
+        output.close()
+        raise
+    try:
         if num_before < num_lines:
             http_client.run(_run(args, batch, output, num_lines))
     finally:
@@ -140,6 +148,7 @@ class BatchRunner:
     ) -> None:
         self._client, self._batch, self._output = client, batch, output
         self._timeout_s, self._on_line = timeout_s, on_line
+        self._waits = False  # for a server that answers nobody; told once each time
         self._answers: dict[int, tuple[str | None, Response | Exception]] = {}  # that wait for an earlier one
 
     async def run(self, concurrency: int) -> None:
@@ -187,7 +196,8 @@ class BatchRunner:
         from jaxllm.server.http_response import TransportError
 
         body = msgspec.json.encode(request.body)
-        for attempt in range(MAX_TRIES):
+        first_failure: float | None = None
+        for attempt in itertools.count():
             retry_after = ""
             try:
                 async with asyncio.timeout(self._timeout_s):
@@ -198,14 +208,22 @@ class BatchRunner:
                 problem = str(error)
             else:
                 if response.status not in NO_FAULT_OF_THE_REQUEST:
+                    self._waits = False
                     return response
                 problem, retry_after = response.error_text, response.headers.get("retry-after", "")
-            if attempt < MAX_TRIES - 1:
-                wait_s = min(MAX_WAIT_S, FIRST_WAIT_S * 2**attempt)
-                with contextlib.suppress(ValueError):  # It may also be a date.
-                    wait_s = min(MAX_WAIT_S, max(0.0, float(retry_after)))
-                await asyncio.sleep(wait_s * random.uniform(1.0, 1.3))
-        raise BatchStoppedError(f"stopped after {MAX_TRIES} tries of {request.custom_id!r}: {problem}")
+            now = time.monotonic()
+            first_failure = first_failure or now
+            if now - first_failure >= GIVE_UP_S:
+                message = f"stopped at {request.custom_id!r}, after {attempt + 1} tries in {now - first_failure:.0f} s"
+                raise BatchStoppedError(f"{message}: {problem}")
+            if not self._waits and attempt:
+                self._waits = True
+                note(f"waiting for the server: {problem}")
+            wait_s = FIRST_WAIT_S * 2 ** min(attempt, 16)
+            with contextlib.suppress(ValueError):  # It may also be a date.
+                wait_s = max(0.0, float(retry_after))
+            await asyncio.sleep(min(MAX_WAIT_S, wait_s) * random.uniform(1.0, 1.3))
+        raise AssertionError
 
 
 class BatchStoppedError(JaxLLMError):

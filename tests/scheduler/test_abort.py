@@ -6,6 +6,7 @@ from jaxllm.scheduler import Request, RequestStatus
 
 # (name, steps to take first, whether a step of the request is then in flight)
 MOMENTS = {
+    "waiting for input": ("waiting_for_input", lambda loop: loop.step()),
     "waiting": ("waiting", lambda loop: None),
     "prefilling": ("prefilling", lambda loop: loop.step()),
     "prefilling in flight": ("prefilling", lambda loop: loop.schedule()),
@@ -20,7 +21,8 @@ MOMENTS = {
 def test_abort_frees_pages_at_once_and_disturbs_nobody(make_loop, expect_alone, moment, num_ahead):
     status, reach = MOMENTS[moment]
     loop = make_loop(num_ahead, max_num_batched_tokens=8)
-    leaver, stayer = Request("leaver", [1] * 20, max_tokens=12), Request("stayer", [2] * 9, max_tokens=40)
+    leaver = Request("leaver", [1] * 20, max_tokens=12, is_ready=status != "waiting_for_input")
+    stayer = Request("stayer", [2] * 9, max_tokens=40)
     loop.add(leaver, stayer)
     reach(loop)
     assert leaver.status.value == status

@@ -146,13 +146,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.loop.in_flight)
     @rule()
     def fail(self):
-        """A step fails; the engine ends all requests that run or wait for one of its tokens."""
-        self.loop.in_flight.clear()
+        """A step fails, and nothing that was launched runs; the engine ends all requests that have a row."""
+        scheduler = self.loop.scheduler
+        while self.loop.in_flight:
+            scheduler.drop(self.loop.in_flight.popleft()[0])
         self.loop.device.forget()
-        for request in self.requests:
-            if not request.status.is_finished:
-                self.loop.scheduler.finish_request(request.request_id, RequestStatus.FINISHED_ERROR)
-        assert self.loop.scheduler.reset_prefix_cache()
+        for request in scheduler.table.running_requests:
+            scheduler.finish_request(request.request_id, RequestStatus.FINISHED_ERROR)
+        assert scheduler.reset_prefix_cache()
 
     @invariant()
     def nothing_is_lost(self):

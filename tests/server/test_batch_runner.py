@@ -44,6 +44,7 @@ def run_batch(tmp_path, capsys):
 @pytest.fixture
 def quick_retries(monkeypatch):
     monkeypatch.setattr(batch_runner, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(batch_runner, "GIVE_UP_S", 0.5)
 
 
 def test_each_line_gets_its_answer_in_openais_format(run_batch):
@@ -150,13 +151,13 @@ def test_a_request_without_an_end_fails_by_timeout(run_batch):
 def test_a_full_server_is_asked_again_when_it_says(run_batch, quick_retries):
     def reply(asked: Asked):
         if asked.path == "/v1/completions" and asked.number in (1, 2):
-            return (429, {"retry-after": "0.4"}, {}) if asked.number == 1 else (503, {}, {})
+            return (429, {"retry-after": "0.2"}, {}) if asked.number == 1 else (503, {}, {})
         return None
 
     start = time.perf_counter()
     with FakeOpenAI(reply=reply) as server:
         code, lines, _ = run_batch(server, [request(0)])
-    assert time.perf_counter() - start > 0.4
+    assert time.perf_counter() - start > 0.2
     assert code == 0
     assert lines[0]["response"]["status_code"] == 200
 
@@ -184,7 +185,9 @@ def test_a_server_that_stays_full_stops_the_batch_which_goes_on_later(run_batch,
         code, answers, err = run_batch(server, lines, "--concurrency", "1")
         assert code == 2
         assert [line["custom_id"] for line in answers] == ["r0", "r1"]
-        assert "error: stopped after 8 tries of 'r2': HTTP 503: draining" in err
+        assert err.count("waiting for the server: HTTP 503: draining") == 1
+        assert "error: stopped at 'r2', after " in err
+        assert " s: HTTP 503: draining" in err
         assert "the same command goes on from there" in err
         is_full[0] = False
         code, answers, err = run_batch(server, lines)
@@ -233,6 +236,7 @@ def test_an_output_of_another_batch_is_left_alone(run_batch, tmp_path):
         code, _, err = run_batch(server, [request(0), request(9), request(1)])
         assert code == 2
         assert "belongs to another input: its line 2 answers 'r1', and line 2 of the input is 'r9'" in err
+        assert "goes on from there" not in err
         code, _, err = run_batch(server, [request(0)])
         assert code == 2
         assert "has 2 answers, and the input 1 requests" in err
