@@ -84,12 +84,14 @@ class PagePool:
             else:
                 self._blank.append(page)
 
-    def forget_cached(self, pages: Iterable[int] | None = None) -> None:
+    def forget_cached(self, pages: Sequence[int] | None = None) -> None:
         """Makes the cache forget pages (all, if None); those that nobody owns are blank then."""
-        self._cache.forget(self._cache.pages if pages is None else pages)
-        for page in [page for page in self._cached if page not in self._cache]:
-            del self._cached[page]
-            self._blank.append(page)
+        pages = self._cache.pages if pages is None else pages
+        self._cache.forget(pages)
+        for page in pages:
+            if page in self._cached:
+                del self._cached[page]
+                self._blank.append(page)
 
     def check_integrity(self, owned_pages: Sequence[int]) -> None:
         """Asserts that each page but the null page is blank, cached or owned, as often as `owned_pages` has it.

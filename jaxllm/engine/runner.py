@@ -169,8 +169,8 @@ class Runner:
             return None
         if (num_host_pages := int(host_bytes // self.page_bytes)) < 1:
             raise ConfigError(
-                f"host_kv_gb is {self._config.host_kv_gb}, and a page of the KV cache has {self.page_bytes / 1e9:.6f} GB. "
-                "Give it room for many, or leave host_kv_gb at 0."
+                f"host_kv_gb is {self._config.host_kv_gb}, and a page of the KV cache has {self.page_bytes / 1e9:.6f} "
+                "GB. Give it room for many, or leave host_kv_gb at 0."
             )
         return PageMover(self._layout.structs(1), num_host_pages=num_host_pages, mesh=self._mesh)
 
