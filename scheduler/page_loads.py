@@ -138,7 +138,6 @@ class PageLoads:
     def end(self, request: Request, *, is_sound: bool = True) -> None:
         """Gives back the pages of a request that waits for them no longer."""
         load = self._by_ticket.pop(self._ticket_of.pop(request))
-        self._begun = [(ticket, slots) for ticket, slots in self._begun if ticket != load.ticket]
         self.num_reserved_pages -= load.num_rest_pages
         slots, num_written = load.prefix.slots, load.num_written_pages
         self._tiers.end_load(slots[:num_written], is_sound=True)
@@ -159,6 +158,5 @@ class PageLoads:
         assert {
             request: load.ticket for load in self._by_ticket.values() for request in [load.request]
         } == self._ticket_of
-        assert {ticket for ticket, _ in self._begun} <= set(self._by_ticket)
         assert self.num_reserved_pages == sum(load.num_rest_pages for load in self._by_ticket.values())
         assert all(load.num_written_pages < len(load.pages) for load in self._by_ticket.values())

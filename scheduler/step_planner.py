@@ -71,7 +71,7 @@ class StepPlanner:
 
     @property
     def _num_reserved_pages(self) -> int:
-        """For the running rows: the next page of each, in each group; and for those that wait for pages: the others."""
+        """For the running rows: the next page of each, in each group; and what those that wait for pages lack."""
         return self.num_running * self.config.num_groups + self.pages.loads.num_reserved_pages
 
     @property

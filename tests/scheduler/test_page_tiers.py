@@ -297,6 +297,33 @@ def test_slow_copies_give_way_to_computing(make_tiered, expect_alone):
     assert loop.scheduler.stats().num_loaded_pages == num_loaded
 
 
+def test_what_was_once_slow_is_tried_again_after_a_while(make_tiered):
+    """An estimate that keeps pages on the host would never be put right."""
+    loop = make_tiered(return_by="auto")
+
+    def run_in_time(name, prompt):
+        loop.add(request := Request(name, prompt, max_tokens=3))
+        while not request.status.is_finished:
+            if (plan := loop.schedule()) is None:
+                return True
+            loop.clock.now += 0.001 + 1e-4 * plan.num_tokens
+            loop.update()
+        return False
+
+    for number in range(6):
+        run_in_time(f"r{number}", [number] * (3 + 5 * number))
+    run_in_time("first", PROMPT)
+    run_in_time("long", LONG)
+    planner = loop.scheduler._planner
+    planner.pages.loads._seconds_per_page = 1.2 * planner.pacing.seconds_to_compute(4)
+    has_set_out = []
+    while not (has_set_out and has_set_out[-1]):
+        planner.pages.pool.forget_cached()
+        has_set_out.append(run_in_time(f"again {len(has_set_out)}", PROMPT))
+    assert 3 <= len(has_set_out) <= 8
+    loop.run()
+
+
 def test_a_stall_is_counted_with_its_time(make_tiered):
     loop = make_tiered()
     run(loop, Request("first", PROMPT, max_tokens=1))
