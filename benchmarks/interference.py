@@ -2,9 +2,10 @@
 
     python benchmarks/interference.py
 
-Two engines in this process, one with a target for TPOT and one without, take turns. In each turn the decodes run alone
-for a while, then the prompt comes; counted are the times between their tokens (ITL) from its arrival to its first
-token, which is its TTFT. The target follows from what the first decodes took alone, if none is given.
+Two engines in this process, one with a target for TPOT and one without, take turns. In each turn the prompt comes among
+the decodes, and counted are the times between their tokens (ITL) from its arrival to its first token, which is its
+TTFT; then the same decodes write the same tokens again, alone. The target follows from what decodes took alone, if none
+is given.
 """
 
 import argparse
@@ -66,27 +67,46 @@ class Clock:
 
 
 def run_turn(llm: LLM, clock: Clock, args: argparse.Namespace, rng: np.random.Generator) -> Turn:
-    engine = llm.engine
-    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
-    clock.times.clear()
-    for index in range(args.decodes):
-        engine.add_request(str(index), random_tokens(rng, llm, 64 + index), params)
-    while len(clock.times) < args.decodes or min(map(len, clock.times.values())) < 8:
-        engine.step()
-    start = perf_counter()
-    for _ in range(args.steps):
-        engine.step()
-    arrival = perf_counter()
-    engine.add_request(LONG, random_tokens(rng, llm, args.prompt), params)
-    num_steps = 0
+    seed = rng.integers(1 << 30)
+    start_decodes(llm, clock, args, seed)
+    arrival, num_steps = perf_counter(), 0
+    params = SamplingParams(temperature=0, max_tokens=1)
+    llm.engine.add_request(LONG, random_tokens(rng, llm, args.prompt), params)
     while LONG not in clock.times:
-        engine.step()
+        llm.engine.step()
         num_steps += 1
     first_token = clock.times[LONG][0]
-    engine.abort_all()
-    while engine.has_unfinished_requests:
-        engine.step()
-    return Turn(clock.gaps_ms(start, arrival), clock.gaps_ms(arrival, first_token), first_token - arrival, num_steps)
+    with_ms = clock.gaps_ms(arrival, first_token)
+    end(llm)
+    return Turn(run_alone(llm, clock, args, seed, num_steps), with_ms, first_token - arrival, num_steps)
+
+
+def run_alone(llm: LLM, clock: Clock, args: argparse.Namespace, seed: int, num_steps: int) -> np.ndarray:
+    """Milliseconds between tokens of the decodes with nothing beside them, over the tokens of so many steps."""
+    start_decodes(llm, clock, args, seed)
+    start = perf_counter()
+    for _ in range(max(num_steps, args.steps)):
+        llm.engine.step()
+    gaps_ms = clock.gaps_ms(start, perf_counter())
+    end(llm)
+    return gaps_ms
+
+
+def start_decodes(llm: LLM, clock: Clock, args: argparse.Namespace, seed: int) -> None:
+    """Until each has some tokens."""
+    clock.times.clear()
+    rng = np.random.default_rng(seed)
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    for index in range(args.decodes):
+        llm.engine.add_request(str(index), random_tokens(rng, llm, args.decode_prompt + index), params)
+    while len(clock.times) < args.decodes or min(map(len, clock.times.values())) < 8:
+        llm.engine.step()
+
+
+def end(llm: LLM) -> None:
+    llm.engine.abort_all()
+    while llm.engine.has_unfinished_requests:
+        llm.engine.step()
 
 
 def random_tokens(rng: np.random.Generator, llm: LLM, number: int) -> list[int]:
@@ -98,8 +118,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", help="a demo model, folder or .gguf file (smollm2-135m)")
     parser.add_argument("--decodes", type=int, default=16, help="requests that are being answered (16)")
+    parser.add_argument("--decode-prompt", type=int, default=200, help="tokens of their prompts (200)")
     parser.add_argument("--prompt", type=int, default=4000, help="tokens of the long prompt (4000)")
-    parser.add_argument("--steps", type=int, default=100, help="of the decodes alone, in each turn (100)")
+    parser.add_argument("--steps", type=int, default=100, help="of the decodes alone, at least (100)")
     parser.add_argument("--turns", type=int, default=3, help="of each engine (3)")
     parser.add_argument("--tpot-target-ms", type=float, help="(1.25 times the median ITL of the decodes alone)")
     parser.add_argument("--max-model-len", type=int, default=6144, help="tokens (6144)")
@@ -109,16 +130,17 @@ def main() -> None:
     options = dict(max_model_len=args.max_model_len, max_num_seqs=args.max_num_seqs, enable_prefix_caching=False)
     rng = np.random.default_rng(0)
     off = start(args.model, **options)
-    alone = run_turn(*off, args, rng)
-    target_ms = args.tpot_target_ms or round(1.25 * float(np.median(alone.without_ms)), 1)
+    alone_ms = run_alone(*off, args, 0, args.steps)
+    target_ms = args.tpot_target_ms or round(1.25 * float(np.median(alone_ms)), 1)
     engines = {"no target": off, f"{target_ms} ms": start(args.model, tpot_target_ms=target_ms, **options)}
-    for _, engine in [*engines.items()][1:]:
-        run_turn(*engine, args, rng)  # Its estimate of a step's time begins with nothing.
     turns = {name: [] for name in engines}
     for _ in range(args.turns):
         for name, engine in engines.items():
             turns[name].append(run_turn(*engine, args, rng))
-    print(f"{args.decodes} decodes and a prompt of {args.prompt:,} tokens; milliseconds between tokens of the decodes")
+    print(
+        f"{args.decodes} decodes of {args.decode_prompt:,} tokens and a prompt of {args.prompt:,}; "
+        "milliseconds between tokens of the decodes"
+    )
     print(
         f"{'TPOT target':14}{'alone: p50':>12}{'p99':>8}{'with it: p50':>14}{'p99':>8}{'max':>8}"
         f"{'p99 ratio':>11}{'best':>7}{'TTFT, s':>9}{'steps':>7}"
@@ -138,7 +160,7 @@ def main() -> None:
         a, b, c, d, e = percentiles
         print(
             f"{name:14}{a:12.1f}{b:8.1f}{c:14.1f}{d:8.1f}{e:8.1f}{median(ratios):11.2f}{min(ratios):7.2f}"
-            f"{median(turn.ttft_s for turn in its_turns):9.2f}{its_turns[0].num_steps:7}"
+            f"{median(turn.ttft_s for turn in its_turns):9.2f}{median(turn.num_steps for turn in its_turns):7.0f}"
         )
 
 

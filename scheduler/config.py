@@ -86,7 +86,7 @@ class SchedulerConfig:
     min_batch: int = 1
     tpot_target_ms: float | None = None
     ttft_target_ms: float | None = None
-    min_chunk_tokens: int = 16
+    min_chunk_tokens: int = 4
     num_host_pages: int = 0
     return_by: str = "auto"
     max_saving_pages: int = 256

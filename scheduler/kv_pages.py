@@ -103,16 +103,13 @@ class KVPages:
         missing = [key for key in keys if key and self.cache.page_of(key) is None]
         return HostPrefix(num_new_pages, found, missing, self.tiers.slots_of(missing))
 
-    def has_room_for(self, prefix: HostPrefix, num_reserved_pages: int) -> bool:
-        """Whether the pages of the prefix can all be taken, and so many are still free."""
-        num_taken = len(prefix.slots) + self.pool.num_unowned(prefix.found_pages)
-        return num_taken <= self.num_free_pages - num_reserved_pages
-
     def begin_load(self, request: Request, prefix: HostPrefix, shared_pages: Sequence[int]) -> None:
-        """Begins to bring back what the host has, and reserves what the request lacks beyond. Those who begin alike
-        wait for it too."""
+        """Begins to bring back what the host has, and reserves what the request lacks beyond. Where there is room for
+        all of the request there is for this. Those who begin alike wait for it too."""
         num_taken = len(prefix.slots) + self.pool.num_unowned(prefix.found_pages)
-        self.loads.begin(request, prefix, max(0, self.num_missing(request, shared_pages) - num_taken))
+        num_rest = self.num_missing(request, shared_pages) - num_taken
+        assert num_rest >= 0, "a prefix has more pages than the request"
+        self.loads.begin(request, prefix, num_rest)
         self._coming.update(request.page_keys)
 
     def num_missing(self, request: Request, shared_pages: Sequence[int]) -> int:

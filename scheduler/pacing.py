@@ -6,6 +6,8 @@ from jaxllm.scheduler.step_plan import StepPlan
 from jaxllm.scheduler.step_time import StepTimeModel
 from jaxllm.scheduler.waiting_queue import WaitingQueue
 
+_NEXT_TO_NOTHING = 1.02
+
 
 class Pacing:
     """The merge window, and the targets for TTFT and TPOT. Times are in seconds of the scheduler's clock."""
@@ -25,23 +27,25 @@ class Pacing:
         return max(0.0, oldest + config.max_wait_ms / 1e3 - now)
 
     def most_prompt_tokens(
-        self, budget: int, num_other_tokens: int, num_kv_tokens: int, reading: Request | None, now: float
+        self, budget: int, num_other_tokens: int, num_kv_tokens: int, reading: Request | None, depth: int, now: float
     ) -> int:
         """Of `budget`, the tokens of prompts that a step may read beside `num_other_tokens` of running requests.
 
         num_kv_tokens: whose keys and values the others read.
-        reading: whose prompt is next.
+        reading: whose prompt is next, and depth: how much of it is computed.
         """
-        config = self._config
+        config, step_time = self._config, self._step_time
         if config.tpot_target_ms is None or not num_other_tokens:
             return budget
         ttft_target_s = float("inf") if config.ttft_target_ms is None else config.ttft_target_ms / 1e3
         if reading is not None and reading.num_output_tokens == 0 and now - reading.arrival_time > ttft_target_s:
             return budget
-        seconds = config.tpot_target_ms / 1e3
-        most = self._step_time.most_tokens(seconds, num_kv_tokens, num_other_tokens + budget)
-        least = self._step_time.padded(num_other_tokens + config.min_chunk_tokens)
-        return min(budget, max(most, least) - num_other_tokens)
+        least = min(config.min_chunk_tokens, budget)
+        least_pairs = least * (depth + least / 2)
+        least_s = step_time.predict(num_other_tokens + least, num_kv_tokens, least_pairs)
+        # The least chunk is read in any case, and with it what costs next to nothing: padding, unless read far back.
+        seconds = max(config.tpot_target_ms / 1e3, _NEXT_TO_NOTHING * (least_s or 0.0))
+        return max(least, step_time.most_prompt_tokens(seconds, num_other_tokens, num_kv_tokens, depth, budget))
 
     def seconds_to_compute(self, num_tokens: int) -> float | None:
         """What so many tokens of a prompt take beyond what the steps that they run in take anyway; None before a few
@@ -52,7 +56,11 @@ class Pacing:
         """The result of a plan has come. The step began when it was planned, or when the one before it ended."""
         if self._config.tpot_target_ms is None and not self._config.num_host_pages:
             return
-        num_kv_tokens = int(plan.num_computed_tokens.sum()) + plan.num_tokens
-        seconds = now - max(plan.time, self._last_result_time)
-        self._step_time.observe(plan.num_tokens, num_kv_tokens, seconds, is_padded=not plan.is_decode_only)
-        self._last_result_time = now
+        seconds, self._last_result_time = now - max(plan.time, self._last_result_time), now
+        self._step_time.observe(
+            plan.num_tokens,
+            plan.num_decode_kv_tokens,
+            seconds,
+            num_pairs=plan.num_chunk_pairs,
+            has_prompts=not plan.is_decode_only,
+        )

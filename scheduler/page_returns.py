@@ -78,8 +78,7 @@ class PageReturns:
                     break
                 num_reserved_pages = num_row_pages + self._loads.num_reserved_pages
                 num_missing = self._pages.num_missing(request, shared_pages)
-                has_room = num_missing <= self._pages.num_free_pages - num_reserved_pages
-                if has_room and self._pages.has_room_for(prefix, num_reserved_pages):
+                if num_missing <= self._pages.num_free_pages - num_reserved_pages:
                     self.begin(request, prefix, shared_pages)
                     continue
             self._waiting.remove(request)

@@ -81,7 +81,7 @@ class PageTiers:
     def end_load(self, slots: Sequence[int], *, is_sound: bool) -> None:
         """The slots are not read any more. What could not be read is forgotten."""
         for slot in slots:
-            if not is_sound:
+            if not is_sound and slot in self._key_of:  # and was not forgotten when its save failed
                 self.num_failed_pages += 1
                 self._forget_slot(slot)
             self._end_use(slot)

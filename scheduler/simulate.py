@@ -6,7 +6,8 @@
 A line of the trace is a JSON object: arrival_s, prompt_tokens and output_tokens (numbers of them), and if wanted
 tenant, priority, timeout_s, and prefix with prefix_tokens: requests of one prefix begin with that many same tokens.
 With --num-host-pages, pages that are evicted go to the host and come back, us_per_page each, beside the steps.
-A step takes fixed_ms + us_per_token · tokens + ns_per_kv_token · tokens whose keys and values it reads.
+A step takes fixed_ms + us_per_token · tokens + ns_per_kv_token · tokens whose keys and values it reads + ns_per_pair ·
+pairs of a chunk's query and a key that it sees.
 """
 
 import argparse
@@ -52,13 +53,13 @@ class CostModel:
     fixed_ms: float = 8.0
     us_per_token: float = 20.0
     ns_per_kv_token: float = 40.0
+    ns_per_pair: float = 0.0
     us_per_page: float = 400.0
 
     def seconds(self, plan: StepPlan) -> float:
         num_kv_tokens = int(plan.num_computed_tokens.sum()) + plan.num_tokens
-        return (
-            self.fixed_ms / 1e3 + self.us_per_token / 1e6 * plan.num_tokens + self.ns_per_kv_token / 1e9 * num_kv_tokens
-        )
+        seconds = self.fixed_ms / 1e3 + self.us_per_token / 1e6 * plan.num_tokens
+        return seconds + self.ns_per_kv_token / 1e9 * num_kv_tokens + self.ns_per_pair / 1e9 * plan.num_chunk_pairs
 
 
 class _Link:
@@ -266,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.add_argument("--" + name.replace("_", "-"), type=float, help="(none)")
     parser.add_argument("--no-prefix-caching", action="store_true")
     parser.add_argument("--return-by", choices=RETURNS, default="auto", help="(auto)")
-    for cost in ("fixed_ms", "us_per_token", "ns_per_kv_token", "us_per_page"):
+    for cost in ("fixed_ms", "us_per_token", "ns_per_kv_token", "ns_per_pair", "us_per_page"):
         default_cost = getattr(CostModel(), cost)
         parser.add_argument("--" + cost.replace("_", "-"), type=float, default=default_cost, help=f"({default_cost})")
     parser.add_argument("--good-ttft-ms", type=float, default=2000.0, help="for goodput (2000)")
@@ -286,6 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             fixed_ms=args.fixed_ms,
             us_per_token=args.us_per_token,
             ns_per_kv_token=args.ns_per_kv_token,
+            ns_per_pair=args.ns_per_pair,
             us_per_page=args.us_per_page,
         )
         configs = {

@@ -55,6 +55,19 @@ class StepPlan:
         """Whether each row has one token."""
         return self.num_decodes == len(self.rows)
 
+    @property
+    def num_decode_kv_tokens(self) -> int:
+        """Tokens whose keys and values the rows with one token read."""
+        return int(self.num_computed_tokens[: self.num_decodes].sum()) + self.num_decodes
+
+    @property
+    def num_chunk_pairs(self) -> float:
+        """Pairs of a query and a key that it sees, in the rows with several tokens."""
+        if self.is_decode_only:
+            return 0.0
+        lens_S = self.num_scheduled_tokens[self.num_decodes :].astype(np.float64)
+        return float(lens_S @ (self.num_computed_tokens[self.num_decodes :] + lens_S / 2))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepOutput:

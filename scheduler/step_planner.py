@@ -227,10 +227,11 @@ class StepPlanner:
         budget = self.config.max_num_batched_tokens - num_others
         if self.config.tpot_target_ms is None:
             return budget
-        table = self.table
-        num_kv_tokens = int(table.num_computed_tokens.sum()) + num_others
-        reading = self._first_waiting() if self._prompt_row is None else table.requests[self._prompt_row]
-        return self.pacing.most_prompt_tokens(budget, num_others, num_kv_tokens, reading, now)
+        table, row = self.table, self._prompt_row
+        depth = 0 if row is None else table.num_computed_tokens.item(row)
+        num_kv_tokens = int(table.num_computed_tokens.sum()) - depth + num_others
+        reading = self._first_waiting() if row is None else table.requests[row]
+        return self.pacing.most_prompt_tokens(budget, num_others, num_kv_tokens, reading, depth, now)
 
     def _read_on(self, row: int, scheduled_R: np.ndarray, budget: int, may_admit: bool) -> int:
         """Cuts the row in the middle of its prompt down to the budget and to the free pages.
@@ -262,7 +263,7 @@ class StepPlanner:
             return False
         if not pages.cache.serves(request):
             return False
-        pages.begin_admissions(None)
+        pages.begin_admissions(None)  # without what this row is going to compute
         shared_pages = pages.match(first)
         prefix = None if shared_pages is None else self.returns.wanted(first, shared_pages)
         if shared_pages is None or (prefix is not None and not self.returns.may_set_out(prefix)):
@@ -305,10 +306,8 @@ class StepPlanner:
                 break
             if prefix is None:
                 budget -= self._start(request, shared_pages, scheduled_R, budget)
-            elif self.pages.has_room_for(prefix, self._num_reserved_pages):
-                self.returns.begin(request, prefix, shared_pages)
             else:
-                break
+                self.returns.begin(request, prefix, shared_pages)
         for request in deferred:
             self._waiting.push(request)
         return budget

@@ -1,77 +1,122 @@
 """How long a step takes, learned from those that ran."""
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
+from math import sqrt
 
 import numpy as np
 
-_FORGETTING = 0.98  # the weight of the past at each new step: about the last fifty count
+_FORGETTING = 0.99  # the weight of the past at each new step: about the last hundred of each kind count
 _MIN_STEPS = 4
+_MOST_UNREAD = 16  # steps that are taken in together
 
 
 class StepTimeModel:
-    """seconds ≈ a + b · padded tokens + c · KV tokens read, by least squares over the recent steps.
+    """seconds ≈ a + b · padded tokens + c · KV tokens read + d · pairs, by least squares over the recent steps.
 
-    sizes: the padded numbers of tokens of steps with prompts; without any, tokens are not padded.
+    Pairs of a query and a key are what the attention of chunks costs: a chunk of n tokens, with `depth` before it, has
+    n · (depth + n / 2). The rows of one token are told apart by what reading their keys and values costs.
+
+    Steps with prompts and steps of decodes are forgotten each by those of its own kind: what a prompt costs is still
+    known after an hour without one.
+
+    sizes: the padded numbers of tokens of steps with prompts, of which the last fits any step; without any, tokens are
+        not padded.
     """
 
     def __init__(self, sizes: tuple[int, ...] = ()) -> None:
         self._sizes = sorted(sizes)
-        self._moments = np.zeros((3, 3))
-        self._products = np.zeros(3)
-        self._coefficients: np.ndarray | None = None
+        self._moments = np.zeros((2, 4, 4))  # of the decodes' steps, and of those with prompts
+        self._products = np.zeros((2, 4))
+        self._coefficients = np.zeros(4)
+        self._unread: list[tuple[float, int, int, float, float, bool]] = []
         self._num_steps = 0
 
     def padded(self, num_tokens: int) -> int:
-        """The size that a step of so many tokens is padded to."""
+        """The size that a step of so many tokens is padded to, if it has prompts."""
         index = bisect_left(self._sizes, num_tokens)
         return self._sizes[index] if index < len(self._sizes) else num_tokens
 
-    def observe(self, num_tokens: int, num_kv_tokens: int, seconds: float, *, is_padded: bool) -> None:
-        """A step has taken so long."""
-        features = np.array([1.0, self.padded(num_tokens) if is_padded else num_tokens, num_kv_tokens])
-        if self._num_steps >= _MIN_STEPS:
-            seconds = min(seconds, 3.0 * float(features @ self._fitted()))  # a pause of the host is not the step's
-        self._moments = _FORGETTING * self._moments + np.outer(features, features)
-        self._products = _FORGETTING * self._products + seconds * features
-        self._coefficients = None
+    def observe(
+        self, num_tokens: int, num_kv_tokens: int, seconds: float, *, num_pairs: float = 0.0, has_prompts: bool
+    ) -> None:
+        """A step has taken so long. num_kv_tokens: of its rows of one token. num_pairs: of its other rows."""
+        num_tokens = self.padded(num_tokens) if has_prompts else num_tokens
+        self._unread.append((1.0, num_tokens, num_kv_tokens, num_pairs, seconds, has_prompts))
         self._num_steps += 1
+        if len(self._unread) >= min(_MOST_UNREAD, max(_MIN_STEPS, self._num_steps // 4)):
+            self._fitted()
 
-    def predict(self, num_tokens: int, num_kv_tokens: int) -> float | None:
+    def predict(self, num_tokens: int, num_kv_tokens: int, num_pairs: float = 0.0) -> float | None:
         """Seconds of a step with prompts; None before a few steps have run."""
         if self._num_steps < _MIN_STEPS:
             return None
-        return float(np.array([1.0, self.padded(num_tokens), num_kv_tokens]) @ self._fitted())
+        return float(np.array([1.0, self.padded(num_tokens), num_kv_tokens, num_pairs]) @ self._fitted())
 
     def seconds_of_tokens(self, num_tokens: int) -> float | None:
-        """The part of a step's time that so many tokens are the cause of; None before a few steps have run."""
-        return None if self._num_steps < _MIN_STEPS else num_tokens * self._fitted().item(1)
+        """What so many tokens at the beginning of a prompt add to the time of their steps; None before a few steps
+        have run."""
+        if self._num_steps < _MIN_STEPS:
+            return None
+        _, per_token, _, per_pair = self._fitted().tolist()
+        return per_token * num_tokens + per_pair * num_tokens**2 / 2
 
-    def most_tokens(self, seconds: float, num_kv_tokens: int, at_most: int) -> int:
-        """The most tokens of a step that should take no longer than `seconds`; `at_most` before a few have run."""
+    def most_prompt_tokens(
+        self, seconds: float, num_other_tokens: int, num_kv_tokens: int, depth: int, at_most: int
+    ) -> int:
+        """The most tokens of a prompt, with `depth` before them, that a step may read beside `num_other_tokens` without
+        taking longer than `seconds`; `at_most` before a few steps have run."""
         if self._num_steps < _MIN_STEPS:
             return at_most
-        fixed, per_token, per_kv_token = self._fitted().tolist()
+        fixed, per_token, per_kv_token, per_pair = self._fitted().tolist()
         left = seconds - fixed - per_kv_token * num_kv_tokens
-        if left <= 0:
-            return 0
-        if per_token * self.padded(at_most) <= left:
-            return at_most
-        most = int(left / per_token)
-        index = bisect_right(self._sizes, most)
-        return self._sizes[index - 1] if index else 0 if self._sizes else most
+        if not self._sizes:
+            left -= per_token * num_other_tokens
+            return _most(left, per_token + per_pair * depth, per_pair / 2, at_most)
+        most = 0
+        for size in self._sizes:
+            room = min(size - num_other_tokens, at_most)
+            if room > most:
+                most = max(most, _most(left - per_token * size, per_pair * depth, per_pair / 2, room))
+        return most
 
     def _fitted(self) -> np.ndarray:
-        """(a, b, c), none below 0: a coefficient that comes out negative is left out and the others fitted again."""
-        if self._coefficients is None:
-            active = [0, 1, 2]
+        """(a, b, c, d), none below 0: a coefficient that comes out negative is left out and the others fitted again."""
+        if self._unread:
+            self._take_in()
+            moments, products = self._moments.sum(axis=0), self._products.sum(axis=0)
+            scale = 1.0 / np.sqrt(moments.diagonal().clip(1e-12))
+            scaled = moments * np.outer(scale, scale) + 1e-6 * np.eye(4)
+            active = [0, 1, 2, 3]
             while True:
-                moments, products = self._moments[np.ix_(active, active)], self._products[active]
-                scale = 1.0 / np.sqrt(moments.diagonal().clip(1e-12))
-                scaled = moments * np.outer(scale, scale) + 1e-6 * np.eye(len(active))
-                solution = scale * np.linalg.solve(scaled, scale * products)
+                solution = np.linalg.solve(scaled[np.ix_(active, active)], (scale * products)[active])
                 if (solution >= 0.0).all() or len(active) == 1:
                     break
                 del active[int(np.argmin(solution))]
-            self._coefficients = np.zeros(3)
-            self._coefficients[active] = solution.clip(0.0)
+            self._coefficients = np.zeros(4)
+            self._coefficients[active] = scale[active] * solution.clip(0.0)
         return self._coefficients
+
+    def _take_in(self) -> None:
+        """Adds the steps that have not been looked at to the sums of their kind."""
+        unread = np.array(self._unread)
+        features, seconds, has_prompts = unread[:, :4], unread[:, 4], unread[:, 5] > 0
+        if self._num_steps - len(unread) >= _MIN_STEPS:  # A pause of the host is not the step's.
+            seconds = np.minimum(seconds, 3.0 * (features @ self._coefficients))
+        self._unread = []
+        for kind in (0, 1):
+            own = features[has_prompts == kind]
+            weights = _FORGETTING ** np.arange(len(own) - 1, -1, -1)
+            weighted = own * weights[:, None]
+            self._moments[kind] = _FORGETTING ** len(own) * self._moments[kind] + weighted.T @ own
+            self._products[kind] = (
+                _FORGETTING ** len(own) * self._products[kind] + weighted.T @ seconds[has_prompts == kind]
+            )
+
+
+def _most(left: float, per_token: float, per_square: float, at_most: int) -> int:
+    """The most tokens x, at most `at_most`, of which per_token · x + per_square · x² is within `left`."""
+    if left < 0:
+        return 0
+    if per_token * at_most + per_square * at_most**2 <= left:
+        return at_most
+    return int(2 * left / (per_token + sqrt(per_token**2 + 4 * per_square * left)))

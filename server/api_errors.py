@@ -2,6 +2,7 @@
 
 import logging
 import math
+import reprlib
 from collections.abc import Awaitable, Sequence
 from typing import Any, Literal
 
@@ -31,6 +32,7 @@ _ANTHROPIC_TYPES = {
 }
 _ANTHROPIC_PATH = "/v1/messages"
 _MAX_SHOWN = 80  # characters of a value
+_SHORT = reprlib.Repr(maxlist=_MAX_SHOWN, maxdict=_MAX_SHOWN, maxstring=2 * _MAX_SHOWN)  # a whole one may be a body
 
 
 class ErrorDetail(BaseModel):
@@ -64,6 +66,7 @@ class ApiError(HTTPException):
     param: the field that is to blame.
     code: for programs, as "model_not_found".
     retry_after_s: when to try again.
+    logged: the message without what the client said; as `message` when left out.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class ApiError(HTTPException):
         code: str | None = None,
         retry_after_s: float | None = None,
         headers: dict[str, str] | None = None,
+        logged: str | None = None,
     ) -> None:
         headers = dict(headers or {})
         if retry_after_s is not None:
@@ -87,6 +91,11 @@ class ApiError(HTTPException):
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
+        self._logged = logged
+
+    @property
+    def logged(self) -> str:
+        return self.message if self._logged is None else self._logged
 
     def body(self) -> dict[str, Any]:
         """As OpenAI's clients read it, in an answer or in a chunk of a stream."""
@@ -124,7 +133,7 @@ def error_response(scope: Scope, error: ApiError) -> JSONResponse:
     server.metrics.refused(error.status)
     if not scope.get("jaxllm.is_logged"):
         server.log.refused(
-            endpoint=scope["path"], request_id=scope["request_id"], status=error.status, message=error.message
+            endpoint=scope["path"], request_id=scope["request_id"], status=error.status, message=error.logged
         )
     body = error.anthropic_body() if scope["path"].startswith(_ANTHROPIC_PATH) else error.body()
     return JSONResponse(body, error.status, error.headers)
@@ -196,11 +205,14 @@ def _of_validation(errors: Sequence[Any]) -> ApiError:
         case "model_attributes_type" if not param:
             message = 'the body must be a JSON object, sent with the header "Content-Type: application/json"'
         case _:
-            name = f"{param} is {_shown(first.get('input'))}: " if param else ""
-            message = name + first["msg"].removeprefix("Value error, ") + more
+            message = first["msg"].removeprefix("Value error, ") + more
+            if param:
+                logged = f"{param}: {message}"  # Values are what somebody said.
+                message = f"{param} is {_shown(first.get('input'))}: {message}"
+                return ApiError(400, message, param=param, logged=logged)
     return ApiError(400, message, param=param or None)
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    text = _SHORT.repr(value)
     return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "…"

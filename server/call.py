@@ -39,6 +39,11 @@ class Call:
     received: float
     trace_headers: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def longest_wait_s(self) -> float | None:
+        """For its start; None: without end."""
+        return min((limit for limit in (self.timeout_s, self.queue_timeout_s) if limit is not None), default=None)
+
     def with_priority(self, priority: int | None) -> "Call":
         """The body's `priority` takes the place of the header's. Raises ApiError 400."""
         return self if priority is None else replace(self, priority=_priority("priority", priority, self.caller))

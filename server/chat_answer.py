@@ -228,7 +228,8 @@ def _messages(body: ChatRequest) -> list[dict[str, Any]]:
         try:
             messages.append(message.for_template())
         except ValueError as error:
-            raise ApiError(400, f"messages[{number}]: {error}", param=f"messages[{number}]") from None
+            place = f"messages[{number}]"
+            raise ApiError(400, f"{place}: {error}", param=place, logged=f"{place} is not what it must be") from None
     return messages
 
 

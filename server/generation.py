@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from jaxllm.server.app import Server
 
 
+_GRACE_S = 1.0  # for the engine to end by itself a request whose time is over
+
+
 class ClientLeftError(ApiError):
     """The client has closed its connection. Nobody reads this answer."""
 
@@ -73,6 +76,10 @@ class Generation:
         self._stream = stream
         self._resources = resources
         self._watcher = asyncio.create_task(self._watch(http_request))
+        self._is_overdue = False
+        if call.timeout_s is not None:
+            alarm = asyncio.get_running_loop().call_later(call.timeout_s + _GRACE_S, self._end_overdue)
+            resources.callback(alarm.cancel)
 
     @classmethod
     async def start(
@@ -101,17 +108,21 @@ class Generation:
         with ExitStack() as resources:
             resources.enter_context(server.drain.request())
             _check_prompt(server, prompt_token_ids, params)
-            stream = await server.llm.submit(
-                prompt_token_ids,
-                params,
-                request_id=request_id or f"gen-{uuid4().hex}",
-                priority=call.priority,
-                tenant=call.caller.tenant,
-                cache_salt=cache_salt,
-                timeout_s=call.timeout_s,
-                queue_timeout_s=call.queue_timeout_s,
-                streams=is_streamed if needs_pieces is None else needs_pieces,
-            )
+            try:
+                async with asyncio.timeout(call.longest_wait_s):  # The engine may be stuck, and keep no time.
+                    stream = await server.llm.submit(
+                        prompt_token_ids,
+                        params,
+                        request_id=request_id or f"gen-{uuid4().hex}",
+                        priority=call.priority,
+                        tenant=call.caller.tenant,
+                        cache_salt=cache_salt,
+                        timeout_s=call.timeout_s,
+                        queue_timeout_s=call.queue_timeout_s,
+                        streams=is_streamed if needs_pieces is None else needs_pieces,
+                    )
+            except TimeoutError:
+                raise _late_start(call) from None
             return cls(
                 server,
                 http_request,
@@ -142,6 +153,9 @@ class Generation:
                 if not self._num_running:
                     return
             self._raise_if_client_left()
+            if self._is_overdue:
+                self._finish_reasons = [reason or "timeout" for reason in self._finish_reasons]
+                raise self._timeout_error(has_started=self.num_output_tokens > 0)
             raise ApiError(500, "the engine ended the request without a reason", code="internal_error")
         except ApiError as error:
             self._error = self._error or (None if isinstance(error, ClientLeftError) else error.message)
@@ -199,22 +213,28 @@ class Generation:
                 return self._server.drain.shutting_down_error()
             case "abort":
                 return ApiError(400, "the operator ended this request", code="request_aborted")
-            case "timeout" if self._first_scheduled is None:
-                waited_s = time.monotonic() - self._call.received
-                message = f"the request waited for {waited_s:.1f} s and did not start in time; send it again later"
-                return ApiError(503, message, code="queue_timeout", retry_after_s=1.0)
             case "timeout":
-                message = (
-                    f"the request was not complete after {self._call.timeout_s:g} s, with {self.num_output_tokens:,} "
-                    "tokens made; ask for fewer tokens (max_tokens) or more time (X-Timeout-S, up to the server's "
-                    "--request-timeout-s)"
-                )
-                return ApiError(408, message, code="timeout")
+                return self._timeout_error(has_started=self._first_scheduled is not None)
             case _ if self._server.llm.state != "ready":
                 message = f"the engine failed: {delta.error}"
                 return ApiError(503, message, code="engine_dead", retry_after_s=5.0)
             case _:
                 return ApiError(500, f"the engine failed on this request: {delta.error}", code="engine_error")
+
+    def _timeout_error(self, *, has_started: bool) -> ApiError:
+        if not has_started:
+            return _late_start(self._call)
+        message = (
+            f"the request was not complete after {self._call.timeout_s:g} s, with {self.num_output_tokens:,} "
+            "tokens made; ask for fewer tokens (max_tokens) or more time (X-Timeout-S, up to the server's "
+            "--request-timeout-s)"
+        )
+        return ApiError(408, message, code="timeout")
+
+    def _end_overdue(self) -> None:
+        """The engine should have ended this request by itself, and is stuck."""
+        self._is_overdue = True
+        self._closing = asyncio.ensure_future(self._stream.aclose())
 
     def _raise_if_client_left(self) -> None:
         if self._client_left:
@@ -284,6 +304,12 @@ async def gather(generation: Generation) -> list[Choice]:
     for choice, pieces in zip(choices, texts, strict=True):
         choice.text = "".join(pieces)
     return choices
+
+
+def _late_start(call: Call) -> ApiError:
+    waited_s = time.monotonic() - call.received
+    message = f"the request waited for {waited_s:.1f} s and did not start in time; send it again later"
+    return ApiError(503, message, code="queue_timeout", retry_after_s=1.0)
 
 
 def _check_prompt(server: "Server", prompt_token_ids: Sequence[int], params: SamplingParams) -> None:

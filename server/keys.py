@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import Request
+from starlette.requests import HTTPConnection
 
 from jaxllm import ConfigError, TenantConfig
 from jaxllm.server.api_errors import ApiError
@@ -109,7 +110,7 @@ class ApiKeys:
         return hmac.digest(self._secret, key.encode("utf-8", "surrogateescape"), hashlib.sha256)
 
 
-def caller_of(request: Request) -> Caller:
+def caller_of(request: HTTPConnection) -> Caller:
     """The caller of a request, by `Authorization: Bearer KEY` or `X-Api-Key: KEY`. Raises ApiError 401."""
     headers = request.headers
     scheme, _, key = headers.get("authorization", "").partition(" ")

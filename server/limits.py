@@ -7,9 +7,11 @@ from collections import deque
 from collections.abc import Awaitable
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxllm.server.api_errors import ApiError, error_response
+from jaxllm.server.keys import caller_of
 
 _LINGER_S = 2.0
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -41,7 +43,8 @@ class RequestId:
 
 
 class BodyLimit:
-    """Reads a request's body before the route is called: at most `max_bytes`, within `timeout_s`."""
+    """Reads a request's body before the route is called: at most `max_bytes`, within `timeout_s`, and only from those
+    whose key is known, where keys are asked for. No route that takes a body is open to others."""
 
     def __init__(self, app: ASGIApp, *, max_bytes: int, timeout_s: float) -> None:
         self._app = app
@@ -54,9 +57,10 @@ class BodyLimit:
         length = _content_length(scope)
         if length == 0:
             return await self._app(scope, receive, send)
-        if length is not None and length > self._max_bytes:
-            return await self._refuse(self._too_large(f"{length:,} bytes"), scope, receive, send)
         try:
+            caller_of(HTTPConnection(scope))
+            if length is not None and length > self._max_bytes:
+                raise self._too_large(f"{length:,} bytes")
             async with asyncio.timeout(self._timeout_s):
                 messages = await self._read(receive)
         except TimeoutError:

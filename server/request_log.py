@@ -33,7 +33,7 @@ class RequestLog:
             fields = {"endpoint": endpoint, "status": status, "request_id": request_id, "error": message}
             logger.info("%s", _json("refusal", fields))
         else:
-            logger.info("%s", f"{endpoint} {status} {request_id} · {message}".replace("\n", " "))
+            logger.info("%s", f"{endpoint} {status} {request_id} · {message}")
 
 
 def _as_text(request: FinishedRequest) -> str:
@@ -53,7 +53,7 @@ def _as_text(request: FinishedRequest) -> str:
         *(f"{name} {value}" for name, value in (("key", request.key_name), ("tenant", request.tenant)) if value),
         *([f"error: {request.error}"] if request.error else []),
     ]
-    return " · ".join(parts).replace("\n", " ")
+    return " · ".join(parts)
 
 
 def _as_json(request: FinishedRequest) -> str:

@@ -1,13 +1,16 @@
 """Answers of /v1/responses that later requests may refer to."""
 
+import logging
 import sqlite3
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
+
+logger = logging.getLogger("jaxllm.server")
 
 _MAX_BYTES = 256 * 2**20
 _SCHEMA = """
@@ -27,6 +30,8 @@ END;
 COMMIT;
 """
 _DELETE = "DELETE FROM responses WHERE tenant = ? AND id = ? RETURNING id"
+_USE = "UPDATE responses SET used = ? WHERE tenant = ? AND id = ?"
+_IS_FULL = "SELECT * FROM totals WHERE number > ? OR bytes > ?"
 _DELETE_OLDEST = "DELETE FROM responses WHERE rowid = (SELECT rowid FROM responses ORDER BY used LIMIT 1)"
 
 
@@ -55,23 +60,29 @@ class ResponseStore:
         self._database = sqlite3.connect(path, isolation_level=None, timeout=10.0, check_same_thread=False)
         self._database.executescript(_SCHEMA).close()
 
-    def put(self, tenant: str, stored: StoredResponse) -> None:
-        """Keeps a response, in the place of an earlier one with its id."""
-        body = msgspec.json.encode(stored)
-        with self._database:  # commits, or rolls back
-            self._run("BEGIN IMMEDIATE")
-            self._run(_DELETE, tenant, stored.response["id"])
-            row = (tenant, stored.response["id"], time.monotonic_ns(), body)
-            self._run("INSERT INTO responses VALUES (?, ?, ?, ?)", *row)
-            while self._run("SELECT * FROM totals WHERE number > ? OR bytes > ?", self.max_responses, self._max_bytes):
-                self._run(_DELETE_OLDEST)
+    def put(self, tenant: str, stored: StoredResponse) -> bool:
+        """Keeps a response, in the place of an earlier one with its id. False, and a line in the log, if it cannot, as
+        on a full disk."""
+        row = (tenant, stored.response["id"], time.monotonic_ns(), msgspec.json.encode(stored))
+        try:
+            with self._database:  # commits, or rolls back
+                self._run("BEGIN IMMEDIATE")
+                self._run(_DELETE, *row[:2])
+                self._run("INSERT INTO responses VALUES (?, ?, ?, ?)", *row)
+                while self._run(_IS_FULL, self.max_responses, self._max_bytes):
+                    self._run(_DELETE_OLDEST)
+        except sqlite3.Error as error:
+            logger.error("response %s could not be kept: %s", row[1], error)
+            return False
+        return True
 
     def get(self, tenant: str, response_id: str) -> StoredResponse | None:
         """None: it was never kept, was deleted, or had to make room."""
         row = self._run("SELECT body FROM responses WHERE tenant = ? AND id = ?", tenant, response_id)
         if row is None:
             return None
-        self._run("UPDATE responses SET used = ? WHERE tenant = ? AND id = ?", time.monotonic_ns(), tenant, response_id)
+        with suppress(sqlite3.Error):  # The disk is full: it can be read all the same.
+            self._run(_USE, time.monotonic_ns(), tenant, response_id)
         return msgspec.json.decode(row[0], type=StoredResponse)
 
     def delete(self, tenant: str, response_id: str) -> bool:

@@ -7,7 +7,6 @@ import multiprocessing
 import resource
 import signal
 import socket
-import tempfile
 import time
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -43,14 +42,15 @@ def serve(engine_config: EngineConfig, config: ServerConfig, *, engine: str = EN
     keys = ApiKeys.load(config.api_keys_file, config.admin_key)
     engine_config = dataclasses.replace(engine_config, tenants=keys.tenants, default_tenant=keys.default_tenant)
     listeners = bind(config)
-    with tempfile.TemporaryDirectory(prefix="jaxllm-") as folder:
-        engine_process = EngineProcess(engine_config, engine=engine)
-        try:
-            uvloop.run(_Supervisor(config, keys, listeners, Path(folder)).run(engine_process, engine_config.model))
-        finally:
-            engine_process.stop(_END_S)
-            for listener in listeners:
-                listener.close()
+    engine_process = EngineProcess(engine_config, engine=engine)
+    assert engine_process.folder is not None
+    try:
+        supervisor = _Supervisor(config, keys, listeners, engine_process.folder)
+        uvloop.run(supervisor.run(engine_process, engine_config.model))
+    finally:
+        engine_process.stop(_END_S)
+        for listener in listeners:
+            listener.close()
 
 
 def bind(config: ServerConfig) -> list[socket.socket]:

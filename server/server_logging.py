@@ -13,7 +13,7 @@ _TEXT = "%(asctime)s %(levelname)s %(message)s"
 def set_up_logging(config: ServerConfig) -> None:
     """Sends the lines of jaxllm and uvicorn to stderr. The lines of requests come ready made in JSON."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonFormatter() if config.log_format == "json" else logging.Formatter(_TEXT))
+    handler.setFormatter(JsonFormatter() if config.log_format == "json" else TextFormatter(_TEXT))
     for name, level in (("jaxllm", config.log_level.upper()), ("uvicorn", "WARNING")):
         logger = logging.getLogger(name)
         logger.handlers = [handler]
@@ -26,7 +26,17 @@ def set_log_level(level: int) -> None:
     logging.getLogger("jaxllm").setLevel(level)
 
 
-class _JsonFormatter(logging.Formatter):
+class TextFormatter(logging.Formatter):
+    """A message stays on its line and leaves the terminal alone, whatever a client has put into its path."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        text = record.message
+        if not text.isprintable():
+            record.message = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+        return super().formatMessage(record)
+
+
+class JsonFormatter(logging.Formatter):
     """An object on each line."""
 
     def format(self, record: logging.LogRecord) -> str:

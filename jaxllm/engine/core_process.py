@@ -20,6 +20,7 @@ import logging
 import os
 import pickle
 import select
+import shutil
 import signal
 import sys
 import threading
@@ -126,12 +127,14 @@ class LaunchOrder:
     address: where it listens; ipc://path.
     error_path: where it writes why it cannot start: JSON, {"error": name of one of `jaxllm.errors`, "message": text}.
         None: a process that served before does not.
+    folder: to be removed when the owner has gone, for it may have been killed; None if it is not the owner's.
     """
 
     config: EngineConfig
     engine: str
     address: str
     error_path: str | None
+    folder: str | None
     sys_path: list[str]
     owner_pid: int
 
@@ -423,7 +426,7 @@ def main() -> None:
     order: LaunchOrder = pickle.load(sys.stdin.buffer)
     sys.path[:] = order.sys_path
     ended = threading.Event()
-    threading.Thread(target=_watch_owner, args=(order.owner_pid, ended), name="jaxllm-owner", daemon=True).start()
+    threading.Thread(target=_watch_owner, args=(order, ended), name="jaxllm-owner", daemon=True).start()
     try:
         module, _, name = order.engine.partition(":")
         core: Core = getattr(importlib.import_module(module), name)(order.config)
@@ -448,11 +451,13 @@ def main() -> None:
     _exit(0)
 
 
-def _watch_owner(owner_pid: int, ended: threading.Event) -> None:
+def _watch_owner(order: LaunchOrder, ended: threading.Event) -> None:
     """Waits for the owner to close our stdin, or to die, when a child of its may still hold the other end open."""
-    while os.getppid() == owner_pid and not select.select([sys.stdin], [], [], 1.0)[0]:
+    while os.getppid() == order.owner_pid and not select.select([sys.stdin], [], [], 1.0)[0]:
         pass
     ended.set()
+    if order.folder is not None:
+        shutil.rmtree(order.folder, ignore_errors=True)
     time.sleep(_GRACE_S)
     _exit(1)
 

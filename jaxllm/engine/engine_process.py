@@ -21,7 +21,7 @@ _MAIN = "from jaxllm.engine.core_process import main; main()"
 _MAX_PATH_BYTES = 100  # of a local socket; the system's limit is 107
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 30.0
 _LONG_LIFE_S = 60.0  # after so much, a death is not held against the next life
-_KILL_WAIT_S = 5.0
+_WATCHER_S = 5.0  # in which the thread ends whose process has ended
 
 
 class EngineProcess:
@@ -34,7 +34,8 @@ class EngineProcess:
     Args:
       config: of the engine.
       engine: import path of what runs in the process; see `core_process.Core`.
-      address: where it listens, ``ipc://path``; without one, in a new folder that only this user can open.
+      address: where it listens, ``ipc://path``; without one, in a new `folder` that only this user can open, which may
+        hold other things that live as long. It is removed at the end, even if this process is killed.
 
     Raises ConfigError: the address is not of this form, or too long.
     """
@@ -48,8 +49,8 @@ class EngineProcess:
     ):
         self._config = config
         self._engine = engine
-        self._folder = None if address is not None else Path(tempfile.mkdtemp(prefix="jaxllm-"))
-        self.address = address if address is not None else f"ipc://{self._folder}/core"
+        self.folder = None if address is not None else Path(tempfile.mkdtemp(prefix="jaxllm-"))
+        self.address = address if address is not None else f"ipc://{self.folder}/core"
         path = os.fsencode(self.address.removeprefix("ipc://"))
         if not self.address.startswith("ipc:///") or len(path) > _MAX_PATH_BYTES:
             self._remove_folder()
@@ -90,9 +91,9 @@ class EngineProcess:
                 process.wait(timeout_s)
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait(_KILL_WAIT_S)
+                process.wait()
         if self._watcher is not None and self._watcher is not threading.current_thread():
-            self._watcher.join(_KILL_WAIT_S)
+            self._watcher.join(_WATCHER_S)
         self._remove_folder()
 
     def _spawn(self, *, is_first: bool) -> None:
@@ -101,6 +102,7 @@ class EngineProcess:
             engine=self._engine,
             address=self.address,
             error_path=str(self._error_path) if is_first else None,
+            folder=None if self.folder is None else str(self.folder),
             sys_path=sys.path,
             owner_pid=os.getpid(),
         )
@@ -140,8 +142,8 @@ class EngineProcess:
             self._spawn(is_first=False)
 
     def _remove_folder(self) -> None:
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def error_path(address: str) -> Path:

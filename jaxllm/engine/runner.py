@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 COMPILE_THREADS_PREFIX = "jaxllm-compile"
 _MIN_TOKENS = 4  # XLA on CPU leaves its fast path for products of one row.
+_SMALL_STEP_TOKENS = 64  # of which most are decodes'
 _COMPILE_THREADS = min(8, max(1, (os.cpu_count() or 2) // 2))  # XLA has threads of its own in each compilation.
 
 
@@ -82,7 +83,12 @@ class Runner:
             config.max_num_seqs,
             config.max_pages_per_seq,
         )
-        self.buckets = declare_buckets(config.max_num_batched_tokens, config.max_num_seqs, _MIN_TOKENS)
+        self.buckets = declare_buckets(
+            config.max_num_batched_tokens,
+            config.max_num_seqs,
+            _MIN_TOKENS,
+            with_small_mixed=config.tpot_target_ms is not None,
+        )
         self._programs: dict[Bucket, jax.stages.Compiled] = {}
         self._executor = ThreadPoolExecutor(_COMPILE_THREADS, thread_name_prefix=COMPILE_THREADS_PREFIX)
         self._compiling: list[Future[None]] = []
@@ -247,11 +253,13 @@ class Runner:
 
 def _compiler_options(bucket: Bucket, platform: str) -> dict[str, int]:
     """What XLA does better for us than by default, on CPU: LLVM's level 2 takes less time than 3 and gives faster
-    gathers of pages (decodes of 32 rows: -12%), wider vectors a faster softmax over chunks (512 tokens: -9%)."""
+    gathers of pages (decodes of 32 rows: -12%), wider vectors a faster softmax over chunks (512 tokens: -9%), but
+    slower decodes, of which small steps mostly consist."""
     if platform != "cpu":
         return {}
     options = {"xla_backend_optimization_level": 2}
-    return options if bucket.is_decode_only else options | {"xla_cpu_prefer_vector_width": 512}
+    is_small = bucket.is_decode_only or bucket.num_tokens <= _SMALL_STEP_TOKENS
+    return options if is_small else options | {"xla_cpu_prefer_vector_width": 512}
 
 
 def _estimate_temporaries_bytes(config: ModelConfig, bucket: Bucket, itemsize: int, num_devices: int) -> int:

@@ -23,8 +23,9 @@ from jaxllm.pallas_kernels.ragged_paged_attention.pages import tokens_from_pages
 from jaxllm.pallas_kernels.ragged_paged_attention.pages import validate as validate
 
 PAIRS_PER_ITERATION = 32
-QUERY_TILE = 128
-KV_BLOCK_TOKENS = 128
+QUERY_TILE, KV_BLOCK_TOKENS = 128, 128
+SMALL_STEP_TOKENS = 64  # Steps of so few tokens are decodes and a small chunk:
+SMALL_QUERY_TILE, SMALL_KV_BLOCK_TOKENS = 4, 512  # a padded query costs what a real one costs.
 _einsum = partial(jnp.einsum, preferred_element_type=jnp.float32)
 _MASKED = -1e30  # Finite, so that a fully masked row gives exp(0) times a zero weight rather than NaN.
 
@@ -176,9 +177,10 @@ def _chunks(
     T, K, G, H = q_TKGH.shape
     P = page_table_SP.shape[1]
     page_size = kv_pages.shape[2]
-    tile = min(QUERY_TILE, T)
+    tile, block = (SMALL_QUERY_TILE, SMALL_KV_BLOCK_TOKENS) if T <= SMALL_STEP_TOKENS else (QUERY_TILE, KV_BLOCK_TOKENS)
+    tile = min(tile, T)
     sinks_KG1 = None if options.sinks_N is None else options.sinks_N.reshape(K, G, 1)
-    pages_per_block = min(max(1, KV_BLOCK_TOKENS // page_size), P)
+    pages_per_block = min(max(1, block // page_size), P)
     block = pages_per_block * page_size
     end_S = jnp.cumsum((q_lens_S + tile - 1) // tile, dtype=jnp.int32)
     page_table_SP = jnp.pad(page_table_SP, ((0, 0), (0, -P % pages_per_block)))

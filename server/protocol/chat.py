@@ -3,56 +3,22 @@
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, PlainValidator, WithJsonSchema, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, Field, model_validator
 
 from jaxllm import SamplingParams
 from jaxllm.server.protocol.logprobs import ChatLogprobs
 from jaxllm.server.protocol.sampling import (
     MAX_TOP_LOGPROBS,
+    Items,
     Metadata,
     Only,
     RequestModel,
     SamplingFields,
     StreamOptions,
     Text,
-    check_unicode,
 )
+from jaxllm.server.protocol.text_content import TextContent
 from jaxllm.server.protocol.usage import Usage
-
-
-def _content(value: Any) -> str | None:
-    """A text, or the texts of parts, which become lines."""
-    if value is None or isinstance(value, str):
-        return value if value is None else check_unicode(value)
-    if not isinstance(value, list):
-        raise PydanticCustomError("content", "it must be a text or a list of parts")
-    return "\n".join(_part(number, part) for number, part in enumerate(value))
-
-
-def _part(number: int, part: Any) -> str:
-    if not isinstance(part, dict):
-        raise PydanticCustomError("content", "part {number} must be an object", {"number": number})
-    if (kind := part.get("type")) != "text":
-        message = 'part {number} has the type {kind}; only parts of type "text" are supported'
-        raise PydanticCustomError("content", message, {"number": number, "kind": json.dumps(kind)[:80]})
-    if part.keys() != {"type", "text"} or not isinstance(part["text"], str):
-        message = 'part {number} must be {{"type": "text", "text": a text}}, and nothing more'
-        raise PydanticCustomError("content", message, {"number": number})
-    return check_unicode(part["text"])
-
-
-_TEXT_PART = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-    "additionalProperties": False,
-}
-Content = Annotated[
-    Any,
-    PlainValidator(_content),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}, {"type": "null"}]}),
-]
 
 
 class CalledFunction(RequestModel):
@@ -70,9 +36,9 @@ class Message(RequestModel):
     """What somebody said. `content` is a text, or a list of text parts, which are joined by newlines."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content = None
+    content: Annotated[str | None, TextContent("text")] = None
     name: Text | None = None
-    tool_calls: Annotated[list[ToolCall] | None, Field(description="Of the role assistant.")] = None
+    tool_calls: Annotated[Items[ToolCall] | None, Field(description="Of the role assistant.")] = None
     tool_call_id: Annotated[Text | None, Field(description="Of the role tool: the call that this answers.")] = None
     reasoning_content: Annotated[Text | None, Field(description="Of the role assistant.")] = None
 
@@ -144,7 +110,7 @@ class Tool(RequestModel):
 class ChatRequest(SamplingFields):
     """The body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Items[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[
         int | None, Field(ge=1, le=2**31 - 1, description="The default fills the model's context.")
     ] = None
@@ -152,7 +118,7 @@ class ChatRequest(SamplingFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
     stream_options: StreamOptions | None = None
-    tools: list[Tool] | None = None
+    tools: Items[Tool] | None = None
     tool_choice: Annotated[Any, Only("none", "auto", hint="a call cannot be forced yet")] = None
     parallel_tool_calls: Annotated[bool | None, Field(description="false: the answer ends with its first call.")] = None
     reasoning_effort: Annotated[

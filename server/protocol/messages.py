@@ -6,7 +6,7 @@ from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 from jaxllm import SamplingParams
 from jaxllm.server.conversation import Conversation
-from jaxllm.server.protocol.sampling import MAX_STOP_STRINGS, Only, RequestModel, Text
+from jaxllm.server.protocol.sampling import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, Items, Only, RequestModel, Text
 from jaxllm.server.protocol.text_content import TextContent
 
 Texts = Annotated[str, TextContent("text", ignored=("cache_control",))]
@@ -59,7 +59,7 @@ Block = Annotated[
     ),
 ]
 Content = Annotated[
-    Annotated[Text, Tag("=text")] | Annotated[list[Block], Field(min_length=1), Tag("=blocks")],
+    Annotated[Text, Tag("=text")] | Annotated[Items[Block], Field(min_length=1), Tag("=blocks")],
     Discriminator(lambda value: "=text" if isinstance(value, str) else "=blocks"),
 ]
 _BLOCKS_OF_ROLES: dict[str, tuple[type[_Block], ...]] = {
@@ -155,9 +155,9 @@ class CountTokensRequest(RequestModel):
     """The body of /v1/messages/count_tokens."""
 
     model: Annotated[Text, Field(description="One of /v1/models.")]
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Items[Message], Field(min_length=1)]
     system: Texts | None = None
-    tools: list[Tool] | None = None
+    tools: Items[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -209,9 +209,10 @@ class MessagesRequest(CountTokensRequest):
 
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)]
     stream: bool | None = None
-    stop_sequences: Annotated[list[Annotated[Text, Field(min_length=1)]] | None, Field(max_length=MAX_STOP_STRINGS)] = (
-        None
-    )
+    stop_sequences: Annotated[
+        list[Annotated[Text, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]] | None,
+        Field(max_length=MAX_STOP_STRINGS),
+    ] = None
     temperature: Annotated[float | None, Field(ge=0, allow_inf_nan=False, description="0 is greedy.")] = None
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
     top_k: Annotated[int | None, Field(ge=-1, le=2**31 - 1, description="0 and -1 are off.")] = None

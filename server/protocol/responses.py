@@ -6,7 +6,7 @@ from pydantic import AfterValidator, BaseModel, Discriminator, Field, Tag, model
 
 from jaxllm import SamplingParams
 from jaxllm.server.conversation import Conversation, parsed_arguments
-from jaxllm.server.protocol.sampling import Metadata, Only, RequestModel, SamplingFields, StreamOptions, Text
+from jaxllm.server.protocol.sampling import Items, Metadata, Only, RequestModel, SamplingFields, StreamOptions, Text
 from jaxllm.server.protocol.text_content import TextContent
 from jaxllm.server.streaming import encode_json
 
@@ -94,7 +94,7 @@ Item = Annotated[
     ),
 ]
 Input = Annotated[
-    Annotated[Text, Tag("=text")] | Annotated[list[Item], Field(min_length=1), Tag("=items")],
+    Annotated[Text, Tag("=text")] | Annotated[Items[Item], Field(min_length=1), Tag("=items")],
     Discriminator(lambda value: "=text" if isinstance(value, str) else "=items"),
 ]
 
@@ -159,7 +159,7 @@ class ResponseRequest(SamplingFields):
     max_output_tokens: Annotated[
         int | None, Field(ge=1, le=2**31 - 1, description="The default fills the model's context.")
     ] = None
-    tools: list[FunctionTool] | None = None
+    tools: Items[FunctionTool] | None = None
     tool_choice: Annotated[Any, Only("none", "auto", hint="a call cannot be forced yet")] = None
     parallel_tool_calls: Annotated[bool | None, Field(description="false: the answer ends with its first call.")] = None
     reasoning: Reasoning | None = None

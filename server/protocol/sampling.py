@@ -1,7 +1,7 @@
 """The fields of a request that say how its tokens are chosen and when they end; and those that are refused."""
 
 import json
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -12,16 +12,25 @@ from pydantic import (
     GetJsonSchemaHandler,
     PlainValidator,
     WithJsonSchema,
+    model_validator,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from jaxllm import SamplingParams
 
+T = TypeVar("T")
+
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
+MAX_STOP_CHARACTERS = 1024  # each; what may be the beginning of one is held back and looked through
+MAX_ITEMS = 10_000  # of a list in a body: checks and templates run on the event loop, for all clients
 MAX_STOP_TOKEN_IDS = 256
 _MAX_INT32, _MIN_INT64, _MAX_UINT64 = 2**31 - 1, -(2**63), 2**64 - 1
+_MAX_FIELDS = 100  # of an object with known fields; the largest has 50
+
+Items = Annotated[list[T], Field(max_length=MAX_ITEMS, fail_fast=True)]
+"""A list of a body; what is wrong with it is told of its first wrong item."""
 
 
 def check_unicode(text: str) -> str:
@@ -50,10 +59,13 @@ def _stop(value: Any) -> Any:
         raise PydanticCustomError("stop", "it must be a text of at least one character, or a list of such")
     if len(texts) > MAX_STOP_STRINGS:
         raise PydanticCustomError("stop", "a request may have {limit} of them", {"limit": MAX_STOP_STRINGS})
+    if (longest := max(map(len, texts))) > MAX_STOP_CHARACTERS:
+        message = f"one has {longest:,} characters; it may have {MAX_STOP_CHARACTERS:,} characters"
+        raise PydanticCustomError("stop", message)
     return [check_unicode(text) for text in texts]
 
 
-_STOP_TEXT = {"type": "string", "minLength": 1}
+_STOP_TEXT = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS}
 Stop = Annotated[
     Any,
     PlainValidator(_stop),
@@ -96,6 +108,13 @@ class RequestModel(BaseModel):
     """A body, or a part of one. Fields that are not declared are refused; numbers in quotes are not numbers."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_number_of_fields(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > _MAX_FIELDS:  # Each unknown one would be an error to be made.
+            raise ValueError(f"there are {len(value):,} fields, most of which are not supported")
+        return value
 
 
 class SamplingFields(RequestModel):

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from jaxllm.server.protocol.sampling import check_unicode
+from jaxllm.server.protocol.sampling import MAX_ITEMS, check_unicode
 
 
 class TextContent:
@@ -32,13 +32,17 @@ class TextContent:
             "properties": {"type": {"enum": list(self._types)}, "text": {"type": "string"}},
             "required": ["type", "text"],
         }
-        return {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
+        null = [{"type": "null"}] if schema["type"] == "nullable" else []
+        return {"anyOf": [{"type": "string"}, {"type": "array", "items": part, "maxItems": MAX_ITEMS}, *null]}
 
     def _check(self, value: Any) -> str:
         if isinstance(value, str):
             return check_unicode(value)
         if not isinstance(value, list):
             raise PydanticCustomError("content", "it must be a text or a list of parts")
+        if len(value) > MAX_ITEMS:
+            numbers = {"given": len(value), "limit": MAX_ITEMS}
+            raise PydanticCustomError("content", "it has {given} parts; it may have {limit}", numbers)
         return "\n".join(self._text_of(number, part) for number, part in enumerate(value))
 
     def _text_of(self, number: int, part: Any) -> str:

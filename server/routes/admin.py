@@ -5,33 +5,30 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fastapi import APIRouter, Depends, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from jaxllm.server.api_errors import ApiError
 from jaxllm.server.keys import authenticate_admin
+from jaxllm.server.protocol.sampling import RequestModel
 from jaxllm.server.server_logging import set_log_level
 
 logger = logging.getLogger("jaxllm.server")
 router = APIRouter(prefix="/admin", tags=["admin"], dependencies=[Depends(authenticate_admin)])
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class AbortRequest(_Strict):
+class AbortRequest(RequestModel):
     request_id: str = Field(description='The "id" of the answer.')
 
 
-class LogLevelRequest(_Strict):
+class LogLevelRequest(RequestModel):
     level: Literal["debug", "info", "warning", "error"]
 
 
-class ResetRequest(_Strict):
+class ResetRequest(RequestModel):
     force: bool = Field(False, description="Also while requests run: they compute again what they shared.")
 
 
-class ProfileRequest(_Strict):
+class ProfileRequest(RequestModel):
     folder: str = Field(min_length=1, description="Where to write the trace, on the server's machine.")
 
 

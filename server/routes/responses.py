@@ -46,7 +46,7 @@ async def create_response(
     if body.stream:
         return await EventStream.start(answer.events(), error_events=answer.failed)
     if body.background:
-        return answer.continue_in_background()
+        return await answer.continue_in_background()
     async for _ in answer.events():
         pass
     return _json(answer.builder.response)
@@ -165,9 +165,11 @@ class _Answer:
         self._store()
         return event
 
-    def continue_in_background(self) -> Response:
-        """The answer now; the response itself can be had from the store."""
-        self._store()
+    async def continue_in_background(self) -> Response:
+        """The answer now; the response itself can be had from the store. Raises ApiError if that is full."""
+        if not self._store():
+            await self._reply.generation.aclose()
+            raise ApiError(500, "the response could not be kept to be asked for later; the server's log says why")
         task = asyncio.create_task(self._complete())
         _in_background.add(task)
         task.add_done_callback(_in_background.discard)
@@ -199,13 +201,15 @@ class _Answer:
             "total_tokens": generation.num_prompt_tokens + generation.num_output_tokens,
         }
 
-    def _store(self) -> None:
+    def _store(self) -> bool:
+        """Keeps it as it is now, if it is to be kept. False if it cannot be."""
         response = self.builder.response
-        if response["store"]:
-            conversation = Conversation(self._conversation.messages)
-            self.builder.add_to(conversation)
-            stored = StoredResponse(response=response, messages=conversation.messages)
-            self._server.responses.put(self._caller.tenant, stored)
+        if not response["store"]:
+            return True
+        conversation = Conversation(self._conversation.messages)
+        self.builder.add_to(conversation)
+        stored = StoredResponse(response=response, messages=conversation.messages)
+        return self._server.responses.put(self._caller.tenant, stored)
 
 
 def _earlier_messages(server: "Server", caller: Caller, response_id: str | None) -> list[dict[str, Any]]:

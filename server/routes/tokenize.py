@@ -3,27 +3,24 @@
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from jaxllm.server.api_errors import ApiError
 from jaxllm.server.keys import authenticate
+from jaxllm.server.protocol.sampling import Items, RequestModel
 
 router = APIRouter(tags=["tokens"], dependencies=[Depends(authenticate)])
 
 _MAX_INT32 = 2**31 - 1
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class TokenizeRequest(_Strict):
+class TokenizeRequest(RequestModel):
     """A prompt, or messages for the chat template; one of the two."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: Items[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     add_special_tokens: bool | None = Field(None, description="Of a prompt; a template brings its own. Default: true.")
@@ -48,9 +45,9 @@ class TokenizeResponse(BaseModel):
     token_strs: list[str] | None = None
 
 
-class DetokenizeRequest(_Strict):
+class DetokenizeRequest(RequestModel):
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0, le=_MAX_INT32)]]
+    tokens: Annotated[list[Annotated[int, Field(ge=0, le=_MAX_INT32)]], Field(fail_fast=True)]
 
 
 class DetokenizeResponse(BaseModel):
@@ -88,7 +85,10 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> DetokenizeRes
     server = request.app.state.server
     if body.model is not None:
         server.check_model(body.model)
-    vocab_size = server.llm.info.vocab_size
+    vocab_size, max_len = server.llm.info.vocab_size, server.llm.info.max_model_len
+    if len(body.tokens) > max_len:
+        message = f"there are {len(body.tokens):,} tokens; the context holds {max_len:,} (max_model_len). Send fewer."
+        raise ApiError(400, message, param="tokens")
     for index, token_id in enumerate(body.tokens):
         if token_id >= vocab_size:
             message = f"tokens[{index}] is {token_id:,}; the vocabulary has {vocab_size:,} tokens"

@@ -163,7 +163,7 @@ def test_who_leaves_while_its_pages_come_frees_them_at_once(make_tiered, expect_
     leaver = Request("leaver", PROMPT, max_tokens=5)
     loop.add(leaver)
     until(loop, leaver, LOADING)
-    for _ in range(num_done):
+    while len(loop.copies) > 2 - num_done:  # what makes room goes first, then three pages and two
         loop.copies.finish()
     assert loop.scheduler.stats().num_used_pages == 5
     assert loop.scheduler.abort_request("leaver")
@@ -174,6 +174,7 @@ def test_who_leaves_while_its_pages_come_frees_them_at_once(make_tiered, expect_
     loop.schedule()
     while loop.copies:
         loop.copies.finish()
+    assert loop.scheduler.stats().num_loaded_pages == 3 * num_done, "counted what nobody wanted any more"
     loop.run()
     assert other.output_token_ids == expect_alone(other, loop.config)
 
@@ -231,6 +232,22 @@ def test_pages_set_out_before_there_is_a_row(make_tiered, expect_alone):
         assert request.output_token_ids == expect_alone(request, loop.config)
     order = [name for plan in loop.plans for name in [started.request_id for started in plan.started]]
     assert order == ["running", "unknown", "later"]
+
+
+def test_those_who_wait_for_a_row_are_looked_at_now_and_then(make_tiered, monkeypatch):
+    """A look costs what their prompts are long, and a full table is what a busy engine has in each step."""
+    loop = make_tiered(max_num_seqs=1)
+    run(loop, Request("first", PROMPT, max_tokens=1))
+    evict(loop)
+    loop.add(Request("running", [3] * 5, max_tokens=60), *(Request(f"r{index}", LONG, max_tokens=1) for index in "abc"))
+    loop.step()
+    cache, looks = loop.scheduler._planner.pages.cache, []
+    longest_prefix = cache.longest_prefix
+    monkeypatch.setattr(cache, "longest_prefix", lambda *args: looks.append(1) or longest_prefix(*args))
+    for _ in range(32):
+        loop.step()
+    assert 0 < len(looks) <= 4 * 3 * 2  # four looks at three requests, on the device and on the host
+    loop.run()
 
 
 def test_a_reset_forgets_what_is_on_the_host_and_on_its_way(make_tiered, expect_alone):
@@ -297,15 +314,30 @@ def test_slow_copies_give_way_to_computing(make_tiered, expect_alone):
     assert loop.scheduler.stats().num_loaded_pages == num_loaded
 
 
+def test_the_time_of_a_copy_is_learned_from_those_that_came(make_tiered):
+    loop = make_tiered()
+    run(loop, Request("first", PROMPT, max_tokens=1))
+    evict(loop)
+    loop.add(Request("again", PROMPT, max_tokens=1))
+    loop.schedule()
+    loads = loop.scheduler._planner.pages.loads
+    assert loads.expected_seconds(10) is None
+    for seconds, expected in ((1.0, 10.0), (3.0, 16.0), (3.0, 20.2)):
+        loads.take_in(0, 1, seconds)
+        assert loads.expected_seconds(10) == pytest.approx(expected)
+    loop.scheduler.load_failed(0)
+    loop.run()
+
+
 def test_what_was_once_slow_is_tried_again_after_a_while(make_tiered):
     """An estimate that keeps pages on the host would never be put right."""
     loop = make_tiered(return_by="auto")
 
-    def run_in_time(name, prompt):
-        loop.add(request := Request(name, prompt, max_tokens=3))
+    def run_in_time(name, prompt, max_tokens=3):
+        loop.add(request := Request(name, prompt, max_tokens=max_tokens))
         while not request.status.is_finished:
             if (plan := loop.schedule()) is None:
-                return True
+                return True  # waits for its pages
             loop.clock.now += 0.001 + 1e-4 * plan.num_tokens
             loop.update()
         return False
@@ -313,14 +345,14 @@ def test_what_was_once_slow_is_tried_again_after_a_while(make_tiered):
     for number in range(6):
         run_in_time(f"r{number}", [number] * (3 + 5 * number))
     run_in_time("first", PROMPT)
-    run_in_time("long", LONG)
+    run_in_time("long", LONG, 15)
     planner = loop.scheduler._planner
     planner.pages.loads._seconds_per_page = 1.2 * planner.pacing.seconds_to_compute(4)
-    has_set_out = []
-    while not (has_set_out and has_set_out[-1]):
+    for number in range(1, 9):
         planner.pages.pool.forget_cached()
-        has_set_out.append(run_in_time(f"again {len(has_set_out)}", PROMPT))
-    assert 3 <= len(has_set_out) <= 8
+        if run_in_time(f"again {number}", PROMPT):
+            break
+    assert 3 <= number < 8
     loop.run()
 
 
@@ -383,6 +415,23 @@ def test_loads_beyond_the_bound_wait_their_turn(make_tiered, expect_alone):
     loop.run()
     for request in (one, two):
         assert request.output_token_ids == expect_alone(request, loop.config)
+
+
+def test_loads_ahead_keep_the_bound_too(make_tiered):
+    loop = make_tiered(max_num_seqs=1, max_loading_pages=8, num_pages=49)
+    prompts = [[seed, *range(20)] for seed in (1, 2, 3)]  # five pages each
+    for prompt in prompts:
+        run(loop, Request("first", prompt, max_tokens=1))
+    for first in range(3):
+        run(loop, Request("long", [first, *LONG], max_tokens=14))
+    running = Request("running", [3] * 5, max_tokens=30)
+    loop.add(running)
+    loop.step()
+    requests = [Request(f"r{index}", prompt, max_tokens=3) for index, prompt in enumerate(prompts)]
+    loop.add(*requests)
+    loop.step()
+    assert [request.status is LOADING for request in requests] == [True, False, False]
+    loop.run()
 
 
 def test_a_load_too_large_for_the_bound_is_not_passed_by_smaller_ones_for_ever(make_tiered, expect_alone):
@@ -449,6 +498,7 @@ def test_pages_come_back_once_for_a_start(make_tiered, expect_alone):
     loop.scheduler._planner.pages.pool.forget_cached()
     loop.schedule()
     assert later.row is not None
+    assert not later.has_pages_back, "may not wait for them after a preemption"
     loop.run()
     assert later.output_token_ids == expect_alone(later, loop.config)
     evict(loop)
@@ -534,6 +584,35 @@ class TestPageTiers:
         assert self.KEYS[8] not in tiers
         assert len(self.found(tiers)) == 3
         tiers.check_integrity()
+
+    @pytest.mark.parametrize("again", ["wanted", "evicted"])
+    def test_what_was_wanted_or_evicted_again_is_given_up_last_its_beginning_at_the_end(self, again):
+        tiers = self.filled()
+        slots = tiers.slots_of(self.KEYS[2:4])
+        if again == "wanted":
+            tiers.begin_load(slots)
+            tiers.end_load(slots, is_sound=True)
+        else:
+            tiers.save(self.KEYS[3], 7)
+            tiers.save(self.KEYS[2], 8)
+            assert tiers.take_saves() == [], "copied again"
+        for number, left in enumerate([(0, 2, 3), (2, 3), (2,), ()]):
+            tiers.save(b"new %d" % number, 9)
+            assert tuple(index for index in range(4) if self.KEYS[index] in tiers) == left
+        tiers.check_integrity()
+
+    def test_a_page_whose_save_and_load_failed_is_counted_once(self):
+        tiers = PageTiers(4, max_saving_pages=100)
+        tiers.save(self.KEYS[0], 1)
+        slots = tiers.slots_of(self.KEYS[:1])
+        tiers.begin_load(slots)
+        tiers.end_save(slots, is_sound=False)
+        assert self.KEYS[0] not in tiers
+        tiers.take_saves()
+        tiers.check_integrity()
+        tiers.end_load(slots, is_sound=False)
+        tiers.check_integrity()
+        assert tiers.num_failed_pages == 1
 
     def test_busy_slots_stay(self):
         tiers = self.filled()

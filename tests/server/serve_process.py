@@ -37,6 +37,7 @@ class ServeProcess:
         engine_options: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
+        self.folder = folder  # also for temporary files
         program = folder / "serve_stub.py"
         program.write_text(_PROGRAM)
         arguments = (

@@ -122,6 +122,36 @@ def test_a_mistake_is_told_by_field_value_and_limit(client, path, body, param, m
     assert error["param"] == param
 
 
+SAID, TEXT = {"role": "user", "content": "a"}, {"type": "text", "text": "a"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/tokenize", {"messages": [{}] * 10_001}, "at most 10000 items"),
+        ("/v1/chat/completions", {"messages": [SAID] * 10_001}, "at most 10000 items"),
+        ("/v1/chat/completions", {"messages": [{}] * 10_000}, "messages[0].role is missing"),
+        ("/v1/messages", {"max_tokens": 1, "messages": [SAID] * 10_001}, "at most 10000"),
+        (
+            "/v1/messages",
+            {"max_tokens": 1, "messages": [{"role": "user", "content": [TEXT] * 10_001}]},
+            "at most 10000",
+        ),
+        ("/v1/responses", {"input": [SAID] * 10_001}, "at most 10000 items"),
+        ("/v1/completions", {"prompt": "a"} | {f"f{number}": 1 for number in range(200)}, "fields"),
+        ("/detokenize", {"tokens": [5] * 3000}, "3,000 tokens; the context holds 2,048"),
+        ("/v1/completions", {"prompt": "a", "stop": "b" * 1025}, "1,024 characters"),
+        ("/v1/messages", {"max_tokens": 1, "messages": [SAID], "stop_sequences": ["b" * 1025]}, "at most 1024"),
+    ],
+)
+def test_a_body_cannot_keep_the_server_from_others(client, path, body, message):
+    """Checks and templates run where all streams do, so that what they work on is bounded in number, too."""
+    answer = client.post(path, json={"model": "stub"} | body)
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+    assert "more)" not in answer.json()["error"]["message"] or len(body) < 100
+
+
 def test_half_of_a_character_is_no_text(client):
     headers = {"content-type": "application/json"}
     answer = client.post("/tokenize", content=b'{"prompt": "a\\ud800"}', headers=headers)

@@ -93,6 +93,21 @@ def test_an_engine_that_is_stuck_is_not_ready_within_the_watchdogs_time(start_st
         server.wait_for(lambda: client.get("/ready").status_code == 200, timeout_s=30)
 
 
+def test_an_engine_that_is_stuck_holds_no_request_beyond_its_time(start_stub):
+    server = start_stub(request_timeout_s=1.0)
+    begun = Streaming(server.url, 5, prompt="a!hang")  # its first step never returns
+    server.wait_for(lambda: server.llm.heartbeat_age_s > 0.3)
+    start = time.monotonic()
+    body = {"model": "stub", "prompt": "a"}
+    late = httpx.post(server.url + "/v1/completions", json=body, headers={"X-Queue-Timeout-S": "0.5"}, timeout=10)
+    assert (late.status_code, late.json()["error"]["code"]) == (503, "queue_timeout")
+    assert 0.4 < time.monotonic() - start < 5
+    begun.wait()
+    assert begun.status == 503
+    assert '"code":"queue_timeout"' in begun.lines[-1]
+    server.wait_for(lambda: server.board.total_active == 0)
+
+
 def test_a_steady_engine_is_ready_under_load(start_stub):
     server = start_stub(watchdog_s=WATCHDOG_S)
     streams = [Streaming(server.url, 40) for _ in range(4)]

@@ -89,13 +89,15 @@ class World:
         await self.client_leaves.wait()
         return {"type": "http.disconnect"}
 
-    async def start(self, prompt=(1, 2), *, n: int = 1, max_tokens: int | None = 10, **options) -> Generation:
+    async def start(
+        self, prompt=(1, 2), *, n: int = 1, max_tokens: int | None = 10, timeout_s: float = 5.0
+    ) -> Generation:
         call = Call(
             request_id="theirs",
             endpoint="/v1/test",
             caller=Caller(tenant="t", key_name="k"),
             priority=4,
-            timeout_s=5.0,
+            timeout_s=timeout_s,
             queue_timeout_s=None,
             received=0.0,
         )
@@ -300,6 +302,31 @@ def test_the_operators_limit_of_prompts():
         await gather(await world.start([1] * 3))
         with refused(400, "context_length_exceeded", "has 4 tokens; this server takes 3 at most"):
             await world.start([1] * 4)
+
+    asyncio.run(run())
+
+
+def test_a_request_that_the_engine_does_not_end_in_its_time_ends_here(monkeypatch):
+    monkeypatch.setattr("jaxllm.server.generation._GRACE_S", 0.01)
+
+    async def run() -> None:
+        world = World([delta()])
+        generation = await world.start(timeout_s=0.05)
+        with refused(408, "timeout", "not complete after 0.05 s, with 1 tokens made"):
+            async for _ in generation.deltas():
+                pass
+        world.assert_over("timeout")
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_takes_nothing_in_is_not_waited_for():
+    async def run() -> None:
+        world = World()
+        world.server.llm.submit = lambda *args, **options: asyncio.Event().wait()
+        with refused(503, "queue_timeout", "did not start in time"):
+            await world.start(timeout_s=0.05)
+        assert world.server.drain.num_active == 0
 
     asyncio.run(run())
 

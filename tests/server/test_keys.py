@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import openai
 import pytest
+from raw_http import connect, post_head, read_all
 
 from jaxllm import ConfigError, TenantConfig
 from jaxllm.server.api_errors import ApiError
@@ -128,6 +129,15 @@ def test_the_refusal_is_one_that_clients_know(guarded):
         pytest.raises(openai.AuthenticationError, match="this API key is not known here"),
     ):
         client.models.list()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/admin/drain", "/nothing"])
+def test_without_a_key_a_body_is_not_even_read(guarded, path):
+    with connect(guarded.url, timeout_s=5.0) as client:
+        client.sendall(post_head(path, 1000, "authorization: Bearer wrong-key"))
+        answer = read_all(client)
+    assert answer.startswith(b"HTTP/1.1 401 ")
+    assert b"www-authenticate: Bearer" in answer.lower().replace(b"bearer", b"Bearer")
 
 
 def test_admin_routes_need_the_admin_key(guarded):

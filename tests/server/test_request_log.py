@@ -10,6 +10,7 @@ from jaxllm import SamplingParams
 from jaxllm.server.finished_request import FinishedRequest
 from jaxllm.server.request_log import RequestLog
 from jaxllm.server.server_config import ServerConfig
+from jaxllm.server.server_logging import TextFormatter
 
 LOGGER = "jaxllm.server.requests"
 SECRET = "sk-very-secret-0123456789"
@@ -37,7 +38,7 @@ def line_of(caplog, log_format: str, **facts) -> str:
     with caplog.at_level(logging.INFO, LOGGER):
         RequestLog(ServerConfig(log_format=log_format)).finished(request)
     (record,) = [record for record in caplog.records if record.name == LOGGER]
-    message = record.getMessage()
+    message = record.getMessage() if log_format == "json" else TextFormatter().format(record)
     assert "\n" not in message
     return message
 
@@ -103,10 +104,31 @@ def test_a_refusal_has_its_line_too(caplog, log_format):
         )
     line = caplog.records[-1].getMessage()
     if log_format == "text":
-        assert line == "/v1/completions 429 r-2 · the queue is full"
+        line = TextFormatter().format(caplog.records[-1])
+        assert line == r"/v1/completions 429 r-2 · the queue\nis full"
     else:
         fields = json.loads(line)
         assert (fields["event"], fields["status"], fields["error"]) == ("refusal", 429, "the queue\nis full")
+
+
+def test_a_path_cannot_write_lines_of_its_own_nor_move_the_cursor(caplog):
+    with caplog.at_level(logging.INFO, LOGGER):
+        RequestLog(ServerConfig()).refused(
+            endpoint="/a\r\nINFO all is well\x1b[2J\x85\u2028", request_id="r-2", status=404, message="no \x07 here"
+        )
+    line = TextFormatter().format(caplog.records[-1])
+    assert line == r"/a\r\nINFO all is well\x1b[2J\x85\u2028 404 r-2 · no \x07 here"
+
+
+def test_what_was_said_is_not_in_the_line_of_a_refusal(start_stub, caplog):
+    server = start_stub(log_level="info")
+    caplog.set_level(logging.INFO, LOGGER)
+    logging.getLogger("jaxllm").propagate = True
+    answer = httpx.post(f"{server.url}/v1/completions", json={"model": "stub", "prompt": {"my": "secret"}})
+    assert "secret" in answer.json()["error"]["message"]
+    (line,) = [record.getMessage() for record in caplog.records if record.name == LOGGER]
+    assert "prompt: it must be a text" in line
+    assert "secret" not in line
 
 
 def test_a_live_server_logs_each_request_once_and_no_key(start_stub, tmp_path, caplog):

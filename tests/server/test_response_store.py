@@ -77,6 +77,18 @@ def test_a_tenant_finds_only_its_own(make_store):
     assert store.get("one", "a") is not None
 
 
+def test_a_full_disk_costs_what_is_new_and_nothing_more(make_store, caplog):
+    store = make_store(10)
+    assert store.put("", stored("a"))
+    (num_pages,) = store._run("PRAGMA page_count")
+    store._run(f"PRAGMA max_page_count = {num_pages}")  # which SQLite reports as it does a full disk
+    assert not store.put("", stored("b", "x" * 100_000))
+    assert "could not be kept" in caplog.text
+    assert store.get("", "a") == stored("a")
+    assert store.get("", "b") is None
+    assert store.delete("", "a")
+
+
 def test_none_are_kept_where_none_may_be(make_store):
     store = make_store(0)
     store.put("", stored("a"))

@@ -157,6 +157,7 @@ def test_nothing_is_left_when_it_is_killed(run_serve, api_workers):
     server.signal(signal.SIGKILL)
     server.assert_no_orphans()
     streaming.wait()
+    assert not list(server.folder.glob("jaxllm-*")), "files are left in the folder for temporary ones"
 
 
 def test_a_signal_to_the_whole_group_is_one_signal(run_serve):
