@@ -1,6 +1,5 @@
 """Models small enough to build in a test, by their parts or as a whole `LLM`; and the demo model."""
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 from tiny_models import write_tiny_model
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tiny_tokenizer import write_tokenizer
 
 from jaxllm import LLM
 from jaxllm.config import EngineConfig, ResolvedConfig, resolve
@@ -23,15 +22,6 @@ from jaxllm.loading.sources import open_checkpoint
 from jaxllm.models.model import Model
 from jaxllm.pallas_kernels.ragged_paged_attention import KVCacheSpec, kv_cache_shape
 from jaxllm.scheduler import Request, Scheduler, SchedulerConfig, StepBatch, pick
-
-TINY_CHAT_TEMPLATE = """\
-{%- for message in messages %}
-{%- if message.role not in ("system", "user", "assistant") %}
-{{- raise_exception("no role is called " + message.role) }}
-{%- endif %}
-{{- "[" + message.role + "]" + message.content }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ "[assistant]" }}{% endif %}"""
 
 
 class Forward:
@@ -187,28 +177,6 @@ def tiny_model(tmp_path_factory) -> Callable[..., TinyModel]:
 @pytest.fixture(scope="session", name="generate")
 def _generate():
     return generate
-
-
-def write_tokenizer(folder: Path, chat_template: str | None = TINY_CHAT_TEMPLATE) -> None:
-    """For the 256 ids of a tiny model: unk, bos and eos, and a token for each byte from 3 on."""
-    special = ["<unk>", "<s>", "</s>"]
-    alphabet = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - set("ĀāĂ"))  # Bytes 0, 1 and 2.
-    tokenizer = Tokenizer(
-        models.BPE(vocab={token: i for i, token in enumerate([*special, *alphabet])}, merges=[], unk_token="<unk>")
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "unk_token": "<unk>",
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "clean_up_tokenization_spaces": False,
-        "chat_template": chat_template,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 @pytest.fixture(scope="session", name="write_tokenizer")
