@@ -93,12 +93,17 @@ def run_alone(llm: LLM, clock: Clock, args: argparse.Namespace, seed: int, num_s
 
 
 def start_decodes(llm: LLM, clock: Clock, args: argparse.Namespace, seed: int) -> None:
-    """Until each has some tokens."""
-    clock.times.clear()
+    """Until each has some tokens. Their prompts are read first, and found in the prefix cache then: else a target would
+    slow down this part too."""
     rng = np.random.default_rng(seed)
-    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
-    for index in range(args.decodes):
-        llm.engine.add_request(str(index), random_tokens(rng, llm, args.decode_prompt + index), params)
+    prompts = [random_tokens(rng, llm, args.decode_prompt + index) for index in range(args.decodes)]
+    for max_tokens in (1, None):
+        while llm.engine.has_unfinished_requests:
+            llm.engine.step()
+        clock.times.clear()
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        for index, prompt in enumerate(prompts):
+            llm.engine.add_request(str(index), prompt, params)
     while len(clock.times) < args.decodes or min(map(len, clock.times.values())) < 8:
         llm.engine.step()
 
@@ -127,7 +132,7 @@ def main() -> None:
     parser.add_argument("--max-num-seqs", type=int, default=32, help="(32)")
     args = parser.parse_args()
 
-    options = dict(max_model_len=args.max_model_len, max_num_seqs=args.max_num_seqs, enable_prefix_caching=False)
+    options = dict(max_model_len=args.max_model_len, max_num_seqs=args.max_num_seqs)
     rng = np.random.default_rng(0)
     off = start(args.model, **options)
     alone_ms = run_alone(*off, args, 0, args.steps)

@@ -40,12 +40,15 @@ class Pacing:
         ttft_target_s = float("inf") if config.ttft_target_ms is None else config.ttft_target_ms / 1e3
         if reading is not None and reading.num_output_tokens == 0 and now - reading.arrival_time > ttft_target_s:
             return budget
+        beside = (num_other_tokens, num_kv_tokens, depth)
+        most = step_time.most_prompt_tokens(config.tpot_target_ms / 1e3, *beside, at_most=budget)
         least = min(config.min_chunk_tokens, budget)
-        least_pairs = least * (depth + least / 2)
-        least_s = step_time.predict(num_other_tokens + least, num_kv_tokens, least_pairs)
-        # The least chunk is read in any case, and with it what costs next to nothing: padding, unless read far back.
-        seconds = max(config.tpot_target_ms / 1e3, _NEXT_TO_NOTHING * (least_s or 0.0))
-        return max(least, step_time.most_prompt_tokens(seconds, num_other_tokens, num_kv_tokens, depth, budget))
+        if most >= least:
+            return most
+        # The least chunk is read in any case, and the rest of its padding if that costs next to nothing.
+        least_s = step_time.predict(num_other_tokens + least, num_kv_tokens, least * (depth + least / 2)) or 0.0
+        at_most = min(budget, step_time.padded(num_other_tokens + least) - num_other_tokens)
+        return max(least, step_time.most_prompt_tokens(_NEXT_TO_NOTHING * least_s, *beside, at_most=at_most))
 
     def seconds_to_compute(self, num_tokens: int) -> float | None:
         """What so many tokens of a prompt take beyond what the steps that they run in take anyway; None before a few

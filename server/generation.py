@@ -232,9 +232,10 @@ class Generation:
         return ApiError(408, message, code="timeout")
 
     def _end_overdue(self) -> None:
-        """The engine should have ended this request by itself, and is stuck."""
-        self._is_overdue = True
-        self._closing = asyncio.ensure_future(self._stream.aclose())
+        """The engine should have ended this request by itself. If it has not, it is stuck; else the reader is slow."""
+        if not self._stream.is_complete:
+            self._is_overdue = True
+            self._closing = asyncio.ensure_future(self._stream.aclose())
 
     def _raise_if_client_left(self) -> None:
         if self._client_left:
@@ -316,11 +317,6 @@ def _check_prompt(server: "Server", prompt_token_ids: Sequence[int], params: Sam
     info, num_tokens = server.llm.info, len(prompt_token_ids)
     if not num_tokens:
         raise ApiError(400, "the prompt is empty; it must have at least one token")
-    if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= info.vocab_size:
-        outside = next(id_ for id_ in prompt_token_ids if not 0 <= id_ < info.vocab_size)
-        raise ApiError(
-            400, f"token id {outside:,} is not in the vocabulary; ids must be from 0 to {info.vocab_size - 1:,}"
-        )
     limit = server.config.max_prompt_tokens
     if limit is not None and num_tokens > limit:
         raise ApiError(

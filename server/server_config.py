@@ -93,7 +93,8 @@ class ServerConfig:
     """File with a Jinja chat template in place of the model's own."""
 
     allow_request_chat_template: bool = False
-    """Let a request bring its own chat template, which is a program that the server runs in a sandbox."""
+    """Let a request bring its own chat template, which is a program that the server runs in a sandbox and waits for:
+    only where all clients are trusted."""
 
     tool_call_parser: str | None = "auto"
     """How tool calls are found in the model's text: "hermes", "llama3_json", "mistral", "none", or "auto", which reads

@@ -28,6 +28,11 @@ class OutputStream:
         self._reader: asyncio.Future[None] | None = None
         self._waits_for_end = False
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all has come that will come, read or not."""
+        return not self._num_unfinished
+
     def __aiter__(self) -> "OutputStream":
         return self
 

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 COMPILE_THREADS_PREFIX = "jaxllm-compile"
 _MIN_TOKENS = 4  # XLA on CPU leaves its fast path for products of one row.
-_SMALL_STEP_TOKENS = 64  # of which most are decodes'
+_SMALL_STEP_TOKENS = 48  # of which most are decodes'
 _COMPILE_THREADS = min(8, max(1, (os.cpu_count() or 2) // 2))  # XLA has threads of its own in each compilation.
 
 

@@ -24,8 +24,8 @@ from jaxllm.pallas_kernels.ragged_paged_attention.pages import validate as valid
 
 PAIRS_PER_ITERATION = 32
 QUERY_TILE, KV_BLOCK_TOKENS = 128, 128
-SMALL_STEP_TOKENS = 64  # Steps of so few tokens are decodes and a small chunk:
-SMALL_QUERY_TILE, SMALL_KV_BLOCK_TOKENS = 4, 512  # a padded query costs what a real one costs.
+SMALL_STEP_TOKENS = 32  # Steps of so few tokens are decodes and a few tokens of a prompt, which may see thousands:
+SMALL_QUERY_TILE, SMALL_KV_BLOCK_TOKENS = 4, 512  # a padded query would cost as much as a real one.
 _einsum = partial(jnp.einsum, preferred_element_type=jnp.float32)
 _MASKED = -1e30  # Finite, so that a fully masked row gives exp(0) times a zero weight rather than NaN.
 

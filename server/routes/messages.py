@@ -12,17 +12,15 @@ from jaxllm.server.keys import authenticate
 from jaxllm.server.message_builder import MessageBuilder
 from jaxllm.server.protocol.messages import AnsweredMessage, CountTokensRequest, MessagesRequest, TokensCount
 from jaxllm.server.reply import Reply, check_tools
-from jaxllm.server.streaming import EventStream, encode_json
+from jaxllm.server.streaming import EVENT_STREAM, EventStream, encode_json
 
 if TYPE_CHECKING:
     from jaxllm.server.app import Server
 
 router = APIRouter(tags=["generation"])
 
-_STREAM = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
 
-
-@router.post("/v1/messages", response_model=AnsweredMessage, responses={200: _STREAM}, openapi_extra=CALL_HEADERS)
+@router.post("/v1/messages", response_model=AnsweredMessage, responses=EVENT_STREAM, openapi_extra=CALL_HEADERS)
 async def create_message(
     body: MessagesRequest, request: Request, call: Annotated[Call, Depends(read_call)]
 ) -> Response:

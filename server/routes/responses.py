@@ -19,7 +19,7 @@ from jaxllm.server.protocol.responses import DeletedResponse, ResponseObject, Re
 from jaxllm.server.reply import Reply
 from jaxllm.server.response_builder import ResponseBuilder
 from jaxllm.server.response_store import StoredResponse
-from jaxllm.server.streaming import EventStream, encode_json
+from jaxllm.server.streaming import EVENT_STREAM, EventStream, encode_json
 
 if TYPE_CHECKING:
     from jaxllm.server.app import Server
@@ -29,11 +29,10 @@ router = APIRouter(tags=["generation"])
 
 _CANCEL_TIMEOUT_S = 10.0
 _POLL_S = 0.01
-_STREAM = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
 _in_background: set[asyncio.Task[None]] = set()  # The event loop itself does not keep tasks alive.
 
 
-@router.post("/v1/responses", response_model=ResponseObject, responses={200: _STREAM}, openapi_extra=CALL_HEADERS)
+@router.post("/v1/responses", response_model=ResponseObject, responses=EVENT_STREAM, openapi_extra=CALL_HEADERS)
 async def create_response(
     body: ResponseRequest, request: Request, call: Annotated[Call, Depends(read_call)]
 ) -> Response:

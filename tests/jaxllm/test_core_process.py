@@ -12,6 +12,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import zmq
@@ -20,7 +21,10 @@ from tiny_tokenizer import write_tokenizer
 
 from jaxllm import AsyncLLM, EngineConfig, EngineProcess, SamplingParams
 from jaxllm.engine import core_process
+from jaxllm.engine.core_messages import Ack, Submit, Tokens, decode_to_client
+from jaxllm.engine.core_output import CoreOutput
 from jaxllm.engine.core_process import CoreServer
+from jaxllm.engine.core_request import CoreRequest
 from jaxllm.errors import (
     ConfigError,
     EngineDeadError,
@@ -362,6 +366,21 @@ def test_a_client_that_was_frozen_too_long_is_told_and_begins_anew(stub_folder, 
         finally:
             ended.set()
             serving.result()
+
+
+def test_a_client_that_does_not_confirm_is_sent_no_more_and_what_is_new_merges():
+    sent = []
+    socket = SimpleNamespace(send_multipart=lambda frames, *flags, **options: sent.append(decode_to_client(frames[1])))
+    core = SimpleNamespace(add_request=lambda request: None)
+    server = CoreServer(core, socket, lambda: False)
+    server._clients[b"client"] = core_process._Client(b"client", time.monotonic())
+    server._take_in(b"client", Submit([1], [None], CoreRequest(request_id="r", prompt_token_ids=[1])))
+    for token_id in range(20):
+        server._report(CoreOutput(keys=["r"], token_ids=[token_id]))
+    tokens = [message for message in sent if isinstance(message, Tokens)]
+    assert [message.output.token_ids for message in tokens] == [[0], [1], [2], [3]]
+    server._take_in(b"client", Ack(tokens[0].number))
+    assert sent[-1].output.token_ids == list(range(4, 20))
 
 
 def test_noise_on_the_socket_disturbs_nobody(rig):

@@ -5,8 +5,10 @@ import time
 
 import numpy as np
 import pytest
+from tiny_models import write_tiny_model
+from tiny_tokenizer import write_tokenizer
 
-from jaxllm import SamplingParams
+from jaxllm import LLM, SamplingParams
 from jaxllm.errors import OverloadedError
 from jaxllm.scheduler import Scheduler
 
@@ -84,6 +86,36 @@ def test_greedy_tokens_do_not_depend_on_the_scheduling(request, rescheduled, nam
         assert has_hits == settings.get("enable_prefix_caching", True)
     scheduler = rescheduled(llm)
     assert generate(llm, prompts, max_tokens, priorities=[-index for index in range(num_prompts)]) == expected
+
+
+def test_a_tpot_target_gives_small_steps_and_the_same_tokens(tmp_path, monkeypatch):
+    folder = write_tiny_model("llama", tmp_path)
+    write_tokenizer(folder)
+    sizes = {"max_num_seqs": 32, "max_num_batched_tokens": 128, "max_model_len": 128, "page_size": 16, "num_pages": 400}
+    tokens, steps = [], []
+    for target in (None, 0.001):
+        llm = LLM(str(folder), dtype="float32", **sizes, tpot_target_ms=target, compilation_cache_dir="")
+        llm.engine.runner.wait_until_compiled()
+        launch, launched = llm.engine.runner.launch, []
+        monkeypatch.setattr(
+            llm.engine.runner, "launch", lambda b, launch=launch, to=launched: to.append(b) or launch(b)
+        )
+        params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+        for index in range(16):
+            llm.engine.add_request(str(index), [3 + index] * 9, params)
+        outputs = {}
+        for _ in range(12):
+            llm.engine.step()
+        prompts = prompts_of(llm.engine.vocab_size, 1, 0, 100)
+        llm.engine.add_request("long", prompts[0], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
+        while llm.engine.has_unfinished_requests:
+            outputs |= {output.request_id: output.outputs[0].token_ids for output in llm.engine.step()}
+        tokens.append(outputs)
+        steps.append([batch.bucket.num_tokens for batch in launched if not batch.bucket.is_decode_only])
+        llm.engine.shutdown()
+    assert tokens[0] == tokens[1]
+    assert set(steps[0]) == {128}
+    assert steps[1].count(24) >= 12
 
 
 @pytest.mark.parametrize(

@@ -132,11 +132,8 @@ SAID, TEXT = {"role": "user", "content": "a"}, {"type": "text", "text": "a"}
         ("/v1/chat/completions", {"messages": [SAID] * 10_001}, "at most 10000 items"),
         ("/v1/chat/completions", {"messages": [{}] * 10_000}, "messages[0].role is missing"),
         ("/v1/messages", {"max_tokens": 1, "messages": [SAID] * 10_001}, "at most 10000"),
-        (
-            "/v1/messages",
-            {"max_tokens": 1, "messages": [{"role": "user", "content": [TEXT] * 10_001}]},
-            "at most 10000",
-        ),
+        ("/v1/messages", {"max_tokens": 1, "messages": [SAID | {"content": [TEXT] * 10_001}]}, "at most 10000"),
+        ("/v1/chat/completions", {"messages": [SAID | {"content": [TEXT] * 10_001}]}, "it has 10001 parts"),
         ("/v1/responses", {"input": [SAID] * 10_001}, "at most 10000 items"),
         ("/v1/completions", {"prompt": "a"} | {f"f{number}": 1 for number in range(200)}, "fields"),
         ("/detokenize", {"tokens": [5] * 3000}, "3,000 tokens; the context holds 2,048"),
@@ -217,6 +214,20 @@ def test_a_request_that_makes_the_engine_raise_ends_alone_with_500(client, stub_
         assert error_of(answer)["type"] == "server_error"
         assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == expected
     assert stub_server.process.num_restarts == 0
+
+
+def test_a_defect_is_logged_and_the_client_is_told_nothing_of_it(client, stub_server, monkeypatch, caplog):
+    async def fail(*args: object, **options: object) -> None:
+        raise RuntimeError("cannot open /home/operator/secret")
+
+    monkeypatch.setattr(stub_server.app.state.server.encoder, "encode", fail)
+    monkeypatch.setattr(logging.getLogger("jaxllm"), "propagate", True)
+    for path in ("/tokenize", "/v1/completions"):
+        answer = client.post(path, json={"model": "stub", "prompt": "a"})
+        assert answer.status_code == 500
+        assert error_of(answer)["code"] == "internal_error"
+        assert "secret" not in answer.text
+    assert caplog.text.count("RuntimeError: cannot open /home/operator/secret") == 2
 
 
 def test_other_origins_are_let_in_only_when_told(start_stub, client):
