@@ -75,11 +75,11 @@ class EngineCore:
             )
         if resolved.attention_implementation == "tpu" and platform != "tpu":
             raise ConfigError(f"attention_implementation is 'tpu' and JAX runs on {platform}: leave it out for auto")
-        _use_compilation_cache(resolved)
         mesh = _make_mesh(resolved.tensor_parallel_size)
         model = Model.from_checkpoint(
             checkpoint, dtype=jnp.dtype(resolved.dtype), max_model_len=resolved.max_model_len, mesh=mesh
         )
+        _use_compilation_cache(resolved)
         with ThreadPoolExecutor(1, thread_name_prefix="jaxllm-load") as loader:
             weights = loader.submit(model.load, checkpoint, progress=progress)
             self.runner = Runner(model, resolved, mesh)

@@ -23,6 +23,9 @@ from jaxllm.models.model import Model
 from jaxllm.pallas_kernels.ragged_paged_attention import KVCacheSpec, kv_cache_shape
 from jaxllm.scheduler import Request, Scheduler, SchedulerConfig, StepBatch, pick
 
+# No test may find what another run has left: programs compiled for a TPU cannot even be read again without one.
+jax.config.update("jax_enable_compilation_cache", False)
+
 
 class Forward:
     """The logits of a prompt at every position, without scheduler and runner."""
