@@ -4,6 +4,7 @@ import itertools
 import signal
 import threading
 
+import jax
 import numpy as np
 import pytest
 from tiny_models import write_tiny_model
@@ -373,6 +374,7 @@ def test_engine_options_are_refused_before_anything_is_compiled(tiny_folder, mon
     ):
         with pytest.raises(ConfigError, match=message):
             LLM(str(tiny_folder), **options)
+    assert jax.config.jax_compilation_cache_dir is None, "what was refused has changed JAX's settings"
     with pytest.raises(ModelNotFoundError, match=r"no model '\./nowhere'"):
         LLM("./nowhere")
 
