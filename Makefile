@@ -6,7 +6,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PYTHON ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo install dev libtpu test test-nightly lint notebooks bench bench-host bench-peers clean
+.PHONY: help demo install dev libtpu cuda test test-nightly lint notebooks bench bench-host bench-peers clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
@@ -24,10 +24,12 @@ dev: $(VENV)/.installed-dev  ## install the tools for development too
 
 libtpu: .libtpu/.installed  ## the TPU's compiler, to compile for TPUs without one (200 MB to load, 500 MB on disk)
 
-test: dev libtpu  ## run the tests
+cuda: .cuda/.installed  ## the GPU's compilers, to compile for GPUs without one (270 MB to load, 720 MB on disk)
+
+test: dev libtpu cuda  ## run the tests
 	$(BIN)/pytest
 
-test-nightly: dev libtpu  ## run the tests that take long too
+test-nightly: dev libtpu cuda  ## run the tests that take long too
 	$(BIN)/pytest -m "nightly or not nightly"
 
 lint: dev  ## style, types and who may import whom
@@ -49,7 +51,7 @@ bench-peers:  ## install llama.cpp, vLLM and transformers for comparison (takes 
 	benchmarks/peers/install.sh
 
 clean:  ## remove .venv and caches
-	rm -rf $(VENV) .libtpu .pytest_cache .ruff_cache .mypy_cache .import_linter_cache
+	rm -rf $(VENV) .libtpu .cuda .pytest_cache .ruff_cache .mypy_cache .import_linter_cache
 
 $(BIN)/python:
 	@for python in $(PYTHON) python3.12 python3.13 python3.14 python3; do \
@@ -79,4 +81,12 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 .libtpu/.installed: constraints.txt | $(BIN)/python
 	@echo "Installing libtpu into .libtpu"
 	@$(PIP) install --constraint constraints.txt --no-deps --upgrade --target .libtpu libtpu
+	@touch $@
+
+# Not in .venv: there, JAX would start with an error where there is no CUDA. The plugin finds ptxas, libdevice and
+# nvdisasm of the last three beside itself.
+.cuda/.installed: constraints.txt | $(BIN)/python
+	@echo "Installing JAX's CUDA plugin and NVIDIA's assembler into .cuda"
+	@$(PIP) install --constraint constraints.txt --no-deps --upgrade --target .cuda \
+	  jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-nvdisasm
 	@touch $@

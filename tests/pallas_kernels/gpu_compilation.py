@@ -1,0 +1,25 @@
+"""Programs compiled for a GPU that is not there: in a child process, the only one that has JAX's CUDA plugin."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxllm.pallas_kernels.gpu_target import environment
+
+CUDA = Path(__file__).parents[2] / ".cuda"
+
+
+def compile_in_child(script: str | Path, argument: Any = None, *, timeout_s: float = 600) -> Any:
+    """What a script prints as its last line, as JSON; it gets `argument` as JSON. Skips the test without the plugin."""
+    if not (CUDA / ".installed").exists():
+        pytest.skip("JAX's CUDA plugin is not in .cuda; `make cuda` installs it")
+    command = [sys.executable, str(script), json.dumps(argument)]
+    done = subprocess.run(
+        command, env=environment(CUDA), timeout=timeout_s, capture_output=True, text=True, cwd=Path(script).parent
+    )
+    assert done.returncode == 0, f"{' '.join(command)}:\n{done.stdout}\n{done.stderr}"
+    return json.loads(done.stdout.splitlines()[-1])
