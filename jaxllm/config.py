@@ -44,7 +44,8 @@ class EngineConfig:
     memory_utilization: the part of the device's memory that weights, programs and KV cache may take together;
         auto: 0.9. On CPU the part of the host's memory that the KV cache may take; auto: 0.05.
     tensor_parallel_size: devices over which each layer is split.
-    attention_implementation: "tpu", "xla" or "reference"; auto: "tpu" on a TPU, else "xla".
+    attention_implementation: "tpu", "gpu", "xla" or "reference"; auto: "tpu" on a TPU; "gpu" on a GPU of NVIDIA's
+        Hopper (H100, H200) for what its kernels can do; else "xla".
     compilation_cache_dir: where compiled programs persist; auto: ~/.cache/jaxllm, or what JAX is set to; ""
         for none.
     enable_prefix_caching: whether requests share the pages of what their prompts begin with.

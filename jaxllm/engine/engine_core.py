@@ -73,8 +73,11 @@ class EngineCore:
                 f"attention_implementation is {resolved.attention_implementation!r}; it must be one of "
                 f"{', '.join(IMPLEMENTATIONS)}, or None for auto"
             )
-        if resolved.attention_implementation == "tpu" and platform != "tpu":
-            raise ConfigError(f"attention_implementation is 'tpu' and JAX runs on {platform}: leave it out for auto")
+        if resolved.attention_implementation in {"tpu", "gpu"} - {platform}:
+            raise ConfigError(
+                f"attention_implementation is {resolved.attention_implementation!r} and JAX runs on {platform}: leave "
+                "it out for auto"
+            )
         mesh = _make_mesh(resolved.tensor_parallel_size)
         model = Model.from_checkpoint(
             checkpoint, dtype=jnp.dtype(resolved.dtype), max_model_len=resolved.max_model_len, mesh=mesh

@@ -1,7 +1,7 @@
 """How many pages fit, and the arrays that hold them."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -33,10 +33,15 @@ class KVCacheLayout:
         shape = kv_cache_shape(self._spec(num_pages), self.implementation)
         return [jax.ShapeDtypeStruct(shape, self.dtype, sharding=self.sharding)] * self.num_arrays
 
-    def check_support(self, num_heads: int, q_dtype: jnp.dtype, max_seqs: int, max_pages_per_seq: int) -> None:
-        """Raises ConfigError for what the kernel cannot do; `num_heads` query heads are split like the KV heads."""
+    def choose_implementation(
+        self, num_heads: int, q_dtype: jnp.dtype, max_seqs: int, max_pages_per_seq: int
+    ) -> "KVCacheLayout":
+        """That of the attention which is asked for, or else fits the devices of the mesh that is set.
+
+        `num_heads` query heads are split like the KV heads. Raises ConfigError for what the kernel cannot do.
+        """
         try:
-            check_support(
+            implementation = check_support(
                 self._spec(1),
                 num_heads=num_heads,
                 q_dtype=q_dtype,
@@ -45,7 +50,8 @@ class KVCacheLayout:
                 implementation=self.implementation,
             )
         except ValueError as error:
-            raise ConfigError(f"attention ({self.implementation}): {error}") from error
+            raise ConfigError(f"attention: {error}") from error
+        return replace(self, implementation=implementation)
 
     def _spec(self, num_pages: int) -> KVCacheSpec:
         return KVCacheSpec(

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.config import ResolvedConfig
+from jaxllm.engine.compiler_options import compiler_options
 from jaxllm.engine.kv_cache import KV_CACHE_PARTITION, KVCacheLayout, MemoryBudget, memory_limit_bytes
 from jaxllm.engine.page_mover import Move, PageMover
 from jaxllm.engine.sampler import Logprobs
@@ -22,7 +23,6 @@ from jaxllm.layers.layer_groups import LayerGroups
 from jaxllm.layers.parameter import activation_dtype
 from jaxllm.models.model import Model
 from jaxllm.models.registry import ModelConfig
-from jaxllm.pallas_kernels.ragged_paged_attention import default_implementation
 from jaxllm.scheduler import PageMoves
 from jaxllm.scheduler.buckets import Bucket, declare_buckets
 from jaxllm.scheduler.step_batch import StepBatch, fields
@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 COMPILE_THREADS_PREFIX = "jaxllm-compile"
 _MIN_TOKENS = 4  # XLA on CPU leaves its fast path for products of one row.
-_SMALL_STEP_TOKENS = 48  # of which most are decodes'
 _COMPILE_THREADS = min(8, max(1, (os.cpu_count() or 2) // 2))  # XLA has threads of its own in each compilation.
 
 
@@ -65,24 +64,23 @@ class Runner:
         self._mesh = mesh
         self._whole = NamedSharding(mesh, PartitionSpec())
         self._platform = mesh.devices.flat[0].platform
-        with jax.set_mesh(mesh):
-            self._implementation = config.attention_implementation or default_implementation()
         self.groups = LayerGroups.of(model.config.sliding_windows, config.max_model_len)
-        self._layout = KVCacheLayout(
+        layout = KVCacheLayout(
             num_arrays=self.groups.num_arrays,
             page_size=config.page_size,
             num_kv_heads=model.config.num_kv_heads,
             head_dim=model.config.head_dim,
             dtype=jnp.dtype(config.kv_cache_dtype),
-            implementation=self._implementation,
+            implementation=config.attention_implementation,
             sharding=NamedSharding(mesh, KV_CACHE_PARTITION),
         )
-        self._layout.check_support(
-            model.config.num_heads,
-            activation_dtype(jnp.dtype(config.dtype), self._platform),
-            config.max_num_seqs,
-            config.max_pages_per_seq,
-        )
+        with jax.set_mesh(mesh):
+            self._layout = layout.choose_implementation(
+                model.config.num_heads,
+                activation_dtype(jnp.dtype(config.dtype), self._platform),
+                config.max_num_seqs,
+                config.max_pages_per_seq,
+            )
         self.buckets = declare_buckets(
             config.max_num_batched_tokens,
             config.max_num_seqs,
@@ -233,7 +231,7 @@ class Runner:
     def _compile(self, bucket: Bucket) -> int:
         """Makes the bucket's program. Returns the bytes of its temporaries."""
         config = self._config
-        step = make_step(self._model, bucket, config.max_pages_per_seq, self.groups, self._implementation)
+        step = make_step(self._model, bucket, config.max_pages_per_seq, self.groups, self._layout.implementation)
         packed_size = fields(bucket, config.max_pages_per_seq, self.groups.num_groups)["num_seqs"].end
         arguments = (
             self._model.structs,
@@ -244,22 +242,11 @@ class Runner:
         out_shardings = ([self._layout.sharding] * self._layout.num_arrays, self._whole, self._whole)
         with jax.set_mesh(self._mesh):
             lowered = jax.jit(step, donate_argnums=(1, 2), out_shardings=out_shardings).lower(*arguments)
-            program = lowered.compile(_compiler_options(bucket, self._platform))
+            program = lowered.compile(compiler_options(bucket, self._mesh))
         self._programs[bucket] = program
         memory = program.memory_analysis()
         assert memory is not None
         return memory.temp_size_in_bytes
-
-
-def _compiler_options(bucket: Bucket, platform: str) -> dict[str, int]:
-    """What XLA does better for us than by default, on CPU: LLVM's level 2 takes less time than 3 and gives faster
-    gathers of pages (decodes of 32 rows: -12%), wider vectors a faster softmax over chunks (512 tokens: -9%), but
-    slower decodes, of which small steps mostly consist."""
-    if platform != "cpu":
-        return {}
-    options = {"xla_backend_optimization_level": 2}
-    is_small = bucket.is_decode_only or bucket.num_tokens <= _SMALL_STEP_TOKENS
-    return options if is_small else options | {"xla_cpu_prefer_vector_width": 512}
 
 
 def _estimate_temporaries_bytes(config: ModelConfig, bucket: Bucket, itemsize: int, num_devices: int) -> int:

@@ -4,6 +4,9 @@ An implementation is a module of this package, imported when it is used, with fu
 here: `kv_cache_shape(num_pages, page_size, num_kv_heads, head_dim, dtype)`, `pages_from_tokens(kv_BC2KH)`,
 `tokens_from_pages(kv_pages, num_kv_heads, head_dim)` and `ragged_paged_attention`. What is beyond it alone, such as a
 size of head, its `validate(q_TNH, k_TKH, kv_pages, page_table_SP)` refuses with a ValueError, if it has one.
+
+"gpu" has the pages of "xla", which stands in for it where nobody has asked for one of them: on GPUs that its kernels
+are not made for, and for what they cannot do.
 """
 
 import importlib
@@ -15,7 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-IMPLEMENTATIONS = ("reference", "xla", "tpu")
+from jaxllm.pallas_kernels.ragged_paged_attention import gpu_card
+
+IMPLEMENTATIONS = ("reference", "xla", "tpu", "gpu")
 KV_DTYPES = tuple(jnp.dtype(t) for t in ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2"))
 
 
@@ -31,10 +36,17 @@ class KVCacheSpec:
 
 
 def default_implementation() -> str:
-    """What fits the devices of the mesh that is set, described ones included, or else JAX's default backend."""
+    """What fits the devices of the mesh that is set, described ones included, or else JAX's default backend.
+
+    On a GPU that is not NVIDIA's Hopper, "xla"; the log says so once.
+    """
     device = jax.sharding.get_abstract_mesh().abstract_device
     platform = jax.default_backend() if device is None else device.platform
-    return "tpu" if platform == "tpu" else "xla"
+    if platform == "tpu" or (platform == "gpu" and gpu_card.is_hopper()):
+        return platform
+    if platform == "gpu":
+        gpu_card.say_that_xla_runs(f"it needs compute capability 9.0 (H100, H200), and this is {gpu_card.name()}")
+    return "xla"
 
 
 def kv_cache_shape(spec: KVCacheSpec, implementation: str | None = None) -> tuple[int, ...]:
@@ -51,16 +63,18 @@ def check_support(
     max_seqs: int,
     max_pages_per_seq: int,
     implementation: str | None = None,
-) -> None:
-    """Raises ValueError, before there is any array, for what an implementation could not do later."""
-    module = _module(implementation)
-    if hasattr(module, "validate"):
-        module.validate(
-            jax.ShapeDtypeStruct((1, num_heads, spec.head_dim), q_dtype),
-            jax.ShapeDtypeStruct((1, spec.num_kv_heads, spec.head_dim), q_dtype),
-            jax.ShapeDtypeStruct(kv_cache_shape(spec, implementation), spec.dtype),
-            jax.ShapeDtypeStruct((max_seqs, max_pages_per_seq), jnp.int32),
-        )
+) -> str:
+    """The implementation that will do it, asked before there is any array: that which is named, or the default.
+
+    Raises ValueError for what it could not do later.
+    """
+    return _supporting(
+        implementation,
+        jax.ShapeDtypeStruct((1, num_heads, spec.head_dim), q_dtype),
+        jax.ShapeDtypeStruct((1, spec.num_kv_heads, spec.head_dim), q_dtype),
+        jax.ShapeDtypeStruct(kv_cache_shape(spec, implementation), spec.dtype),
+        jax.ShapeDtypeStruct((max_seqs, max_pages_per_seq), jnp.int32),
+    )
 
 
 def pages_from_tokens(kv_BC2KH: Array, implementation: str | None = None) -> Array:
@@ -122,13 +136,15 @@ def ragged_paged_attention(
       k_scale, v_scale: float32 scalars or [K]; the cache holds `k / k_scale`. For int8 and fp8 caches.
       decode_only: a static promise that every real row has one token, so that row s is token s, and T = S. It leaves
         the code for chunks out of the program.
-      implementation: one of IMPLEMENTATIONS; None picks by `default_implementation`.
+      implementation: one of IMPLEMENTATIONS; None picks by `default_implementation`, and "xla" for what the kernels
+        for GPUs cannot do.
 
     Returns:
       (out_TNH in q's dtype, zero in padding rows; the updated kv_pages).
 
     Raises:
-      ValueError: shapes or dtypes do not fit each other, or an option is out of range.
+      ValueError: shapes or dtypes do not fit each other, an option is out of range, or the implementation that is
+        asked for cannot do this, or not here.
     """
     _validate(q_TNH, k_TKH, v_TKH, kv_pages, kv_lens_S, page_table_SP, cu_q_lens, num_seqs)
     num_kv_heads = k_TKH.shape[1]
@@ -140,9 +156,8 @@ def ragged_paged_attention(
         raise ValueError(f"decode_only needs as many tokens as rows; got T={q_TNH.shape[0]}, S={kv_lens_S.shape[0]}")
     if sinks_N is not None and sinks_N.shape != q_TNH.shape[1:2]:
         raise ValueError(f"sinks_N has shape {sinks_N.shape}; expected ({q_TNH.shape[1]},), one per query head")
-    module = _module(implementation)
-    if hasattr(module, "validate"):
-        module.validate(q_TNH, k_TKH, kv_pages, page_table_SP)
+    k_scale_K, v_scale_K = _scale(k_scale, "k_scale", num_kv_heads), _scale(v_scale, "v_scale", num_kv_heads)
+    module = _module(_supporting(implementation, q_TNH, k_TKH, kv_pages, page_table_SP))
     return module.ragged_paged_attention(
         q_TNH,
         k_TKH,
@@ -156,8 +171,8 @@ def ragged_paged_attention(
         sliding_window=sliding_window,
         soft_cap=soft_cap,
         sinks_N=sinks_N,
-        k_scale_K=_scale(k_scale, "k_scale", num_kv_heads),
-        v_scale_K=_scale(v_scale, "v_scale", num_kv_heads),
+        k_scale_K=k_scale_K,
+        v_scale_K=v_scale_K,
         decode_only=decode_only,
     )
 
@@ -167,6 +182,23 @@ def _module(implementation: str | None) -> ModuleType:
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation {name!r} is not known; choose one of {', '.join(IMPLEMENTATIONS)}")
     return importlib.import_module(f"{__package__}.{name}")
+
+
+def _supporting(implementation: str | None, *arrays: Array | jax.ShapeDtypeStruct) -> str:
+    """The implementation to take for such (q_TNH, k_TKH, kv_pages, page_table_SP), as `check_support` says."""
+    name = implementation or default_implementation()
+    module = _module(name)
+    try:
+        if hasattr(module, "validate"):
+            module.validate(*arrays)
+    except ValueError as error:
+        if implementation is not None or name != "gpu":
+            raise
+        gpu_card.say_that_xla_runs(str(error))
+        return "xla"
+    if name == "gpu":
+        gpu_card.require_hopper()
+    return name
 
 
 def _scale(scale: Array | float | None, name: str, num_kv_heads: int) -> Array | None:

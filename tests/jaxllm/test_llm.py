@@ -371,6 +371,7 @@ def test_engine_options_are_refused_before_anything_is_compiled(tiny_folder, mon
             r"attention_implementation is 'cuda'; .*one of reference, xla",
         ),
         ({"attention_implementation": "tpu"}, "attention_implementation is 'tpu' and JAX runs on cpu: leave it out"),
+        ({"attention_implementation": "gpu"}, "attention_implementation is 'gpu' and JAX runs on cpu: leave it out"),
     ):
         with pytest.raises(ConfigError, match=message):
             LLM(str(tiny_folder), **options)
