@@ -50,6 +50,9 @@ device_description_str: "{name}"
 """
 
 
+DUMP_VARIABLE = "MOSAIC_GPU_DUMP_TO"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Card:
     """What is told of a GPU to the compiler, and what an SM of it has room for."""
@@ -150,9 +153,14 @@ class KernelFigures:
 def compile_with_figures(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, list[KernelFigures]]:
     """Compiles a program for a GPU, and says what each different Mosaic GPU kernel in it takes, in order of name."""
     _rename_kernels(lowered)
-    with tempfile.TemporaryDirectory() as folder, _set("MOSAIC_GPU_DUMP_TO", folder):
+    with tempfile.TemporaryDirectory() as folder, _set(DUMP_VARIABLE, folder):
         compiled = lowered.compile()
-        return compiled, [_parse(path.with_suffix("")) for path in sorted(Path(folder).glob("*.ptxas"))]
+        return compiled, read_figures(Path(folder))
+
+
+def read_figures(folder: Path) -> list[KernelFigures]:
+    """Of the kernels that were compiled while $MOSAIC_GPU_DUMP_TO named that folder, in order of name."""
+    return [_parse(path.with_suffix("")) for path in sorted(folder.glob("*.ptxas"))]
 
 
 def _rename_kernels(lowered: jax.stages.Lowered) -> None:

@@ -4,18 +4,16 @@ Llama-3.1's own shapes without weights, through the runner that serves them. The
 they look for happens in every layer or in none; the nightly ones have all, in the buckets of the defaults.
 """
 
-import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 
-import jax
 import jax.numpy as jnp
 import pytest
+from hlo_program import Computations, Instruction, instructions, parse
+from model_shapes import GEMMA3_4B, LLAMA_8B, LLAMA_70B
 
 from jaxllm.config import EngineConfig, resolve
 from jaxllm.engine import runner as runner_module
@@ -28,45 +26,6 @@ from jaxllm.scheduler.buckets import Bucket
 LIBTPU = Path(__file__).parents[2] / ".libtpu" / "libtpu" / "libtpu.so"
 HBM_BYTES = 32e9  # v6e: https://cloud.google.com/tpu/docs/v6e
 
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 128_256,
-    "hidden_size": 4096,
-    "intermediate_size": 14_336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131_072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500_000.0,
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-}
-LLAMA_70B = LLAMA_8B | {
-    "hidden_size": 8192,
-    "intermediate_size": 28_672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-}
-GEMMA3_4B = {
-    "architectures": ["Gemma3ForCausalLM"],
-    "model_type": "gemma3_text",
-    "vocab_size": 262_208,
-    "hidden_size": 2560,
-    "intermediate_size": 10_240,
-    "num_hidden_layers": 34,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "max_position_embeddings": 131_072,
-    "sliding_window": 1024,
-}
 # With the chips that they are split over.
 MODELS = {"8b": (LLAMA_8B, 1), "70b": (LLAMA_70B, 8), "gemma": (GEMMA3_4B, 1)}
 
@@ -90,62 +49,6 @@ def compiled_runner(name: str, **options) -> Runner:
     runner.shutdown()
     assert {bucket.is_decode_only for bucket in runner.ready_buckets} == {False, True}
     return runner
-
-
-# The program's text
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """One of XLA's, `%name = type op(operands), attributes`, in the optimized program."""
-
-    op: str
-    type: str
-    rest: str
-
-    @property
-    def arrays(self) -> list[tuple[str, tuple[int, ...], str]]:
-        """(dtype, shape, layout without the memory space) of each array of the result."""
-        # The type of what runs beside the rest, ((operands), result, ...), begins with what it only reads.
-        result = re.sub(r"^\(\((?:[^()]|\([\d,]*\))*\), ", "(", self.type)
-        found = re.findall(r"(\w+)\[([\d,]*)\](?:\{([^}]*)\})?", re.sub(r"S\(\d+\)", "", result))
-        return [(dtype, tuple(map(int, dims.split(","))) if dims else (), layout) for dtype, dims, layout in found]
-
-    @property
-    def shapes(self) -> set[tuple[int, ...]]:
-        return {shape for _, shape, _ in self.arrays}
-
-    @property
-    def stays(self) -> bool:
-        """Whether it leaves an array where it is, or brings it to the core's own memory as it is."""
-        if self.op == "copy-start":
-            (_, shape, layout), (_, copied_shape, copied_layout), *_ = self.arrays
-            return (shape, layout) == (copied_shape, copied_layout)
-        return self.op in {"parameter", "bitcast", "tuple", "get-tuple-element", "copy-done"} or (
-            self.op == "custom-call" and 'custom_call_target="ConcatBitcast"' in self.rest
-        )
-
-    @property
-    def is_kernel(self) -> bool:
-        return self.op == "custom-call" and 'custom_call_target="tpu_custom_call"' in self.rest
-
-
-Computations = dict[str, list[Instruction]]
-"""By name; fusions, loops and branches have their own. Parsed once: the text of 80 layers has 24 MB."""
-
-
-def parse(program: jax.stages.Compiled) -> Computations:
-    computations: Computations = {}
-    for line in program.as_text().splitlines():
-        if head := re.match(r"(?:ENTRY )?(%[\w.-]+) \(", line):
-            body = computations[head[1]] = []
-        elif match := re.match(r"\s+(?:ROOT )?%\S+ = (.*?) ([a-z][\w-]*)\((.*)$", line):
-            body.append(Instruction(match[2], match[1], match[3]))
-    return computations
-
-
-def instructions(computations: Computations) -> Iterator[Instruction]:
-    return itertools.chain.from_iterable(computations.values())
 
 
 def local_shapes(structs) -> set[tuple[int, ...]]:
