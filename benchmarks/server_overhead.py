@@ -112,7 +112,8 @@ def in_process(model: str, due_s: Sequence[float]) -> tuple[list[float], list[fl
         if not engine.has_unfinished_requests:
             time.sleep(max(0.0, start + due_s[upcoming] - time.perf_counter()))
             continue
-        deltas, _ = outputs.process(engine.step())
+        processed = outputs.process(engine.step())
+        deltas = [*processed.first, *processed.others]
         now = time.perf_counter() - start
         for number, delta in deltas:
             first_s.setdefault(number, now - due_s[number])

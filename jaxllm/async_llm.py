@@ -6,6 +6,7 @@ import threading
 import time
 import uuid
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from jaxllm.config import EngineConfig
@@ -17,10 +18,11 @@ from jaxllm.engine.detokenizer import token_bytes
 from jaxllm.engine.engine_info import EngineInfo
 from jaxllm.engine.engine_process import EngineProcess
 from jaxllm.engine.engine_stats import EngineStats
-from jaxllm.engine.output_processor import OutputProcessor
+from jaxllm.engine.output_processor import OutputProcessor, Processed
 from jaxllm.engine.output_stream import OutputStream
 from jaxllm.errors import InvalidRequestError
 from jaxllm.loading.sources import open_checkpoint
+from jaxllm.outputs import OutputDelta
 from jaxllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ class AsyncLLM:
         self._thread_id = threading.get_ident()
         self._outputs: OutputProcessor[weakref.ref[OutputStream]] = OutputProcessor(tokenizer)
         self._handles = itertools.count(1)
+        self._waiting: Processed[weakref.ref[OutputStream]] | None = None  # others than the first deltas
 
     @classmethod
     async def start(cls, config: EngineConfig) -> "AsyncLLM":
@@ -212,20 +215,23 @@ class AsyncLLM:
             await asyncio.to_thread(self.process.stop)
 
     def _take_in(self, output: CoreOutput) -> None:
-        """Hands out what steps have brought."""
-        deltas, stopped = self._outputs.process(output)
-        if stopped:
-            self._client.end([handle for handle in stopped if isinstance(handle, int)], "stop")
-        for sink, delta in deltas:
-            if (stream := sink()) is not None:
-                stream.push(delta)
+        """Hands out what steps have brought: first tokens now, the rest when the tasks that wait for these have run."""
+        self._hand_out_waiting()
+        self._waiting = self._outputs.process(output)
+        _hand_out(self._waiting.first)
+        self._loop.call_soon(self._hand_out_waiting)
+
+    def _hand_out_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            _hand_out(waiting.others)
+            if waiting.stopped:
+                self._client.end([handle for handle in waiting.stopped if isinstance(handle, int)], "stop")
 
     def _lose_all(self, reason: str) -> None:
+        self._hand_out_waiting()
         now = time.monotonic()
-        for key in self._outputs.keys:
-            sink, delta = self._outputs.finish(key, "error", reason, now=now)
-            if (stream := sink()) is not None:
-                stream.push(delta)
+        _hand_out([self._outputs.finish(key, "error", reason, now=now) for key in self._outputs.keys])
 
     def _leave(self, handles: list[int]) -> None:
         """The reader of a stream has left."""
@@ -235,6 +241,12 @@ class AsyncLLM:
         for handle in handles:
             self._outputs.forget(handle)
         self._client.end(handles, "abort")
+
+
+def _hand_out(deltas: Iterable[tuple[weakref.ref[OutputStream], OutputDelta]]) -> None:
+    for sink, delta in deltas:
+        if (stream := sink()) is not None:
+            stream.push(delta)
 
 
 def _load_tokenizer(info: EngineInfo) -> "PreTrainedTokenizerFast":

@@ -1,9 +1,6 @@
 """The answer of /v1/completions, whole or in chunks."""
 
-import asyncio
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -11,33 +8,43 @@ from fastapi import Request
 
 from jaxllm import OutputDelta
 from jaxllm.server.call import Call
-from jaxllm.server.generation import Generation, gather
-from jaxllm.server.generation_group import close_all, merged_deltas
+from jaxllm.server.deltas import gather
+from jaxllm.server.generation import Generation
+from jaxllm.server.generation_group import GenerationGroup
 from jaxllm.server.protocol.completions import Completion, CompletionRequest, Prompt
 from jaxllm.server.protocol.logprobs import CompletionLogprobsWriter
 from jaxllm.server.protocol.usage import Usage
-from jaxllm.server.streaming import DONE, ChunkWriter, encode_json
+from jaxllm.server.streaming import DONE, ChunkWriter, encode_json, error_events
 
 if TYPE_CHECKING:
     from jaxllm.server.app import Server
+    from jaxllm.server.deltas import DeltaSource
 
 _PLAIN_CHUNK_TAIL = b',"logprobs":null,"finish_reason":null}'
 
 
 class CompletionAnswer:
-    """The continuations of one or several prompts, while the engine makes them. Read it once, by `whole` or by
-    `events`."""
+    """The continuations of one or several prompts, while the engine makes them: `whole`, or the writer of their stream
+    (`EventWriter`).
+
+    source: of what the engine makes.
+    """
 
     def __init__(
         self, server: "Server", body: CompletionRequest, id_: str, generations: list[Generation], echoed: list[str]
     ) -> None:
         """`echoed`: what goes before the text of each prompt's choices."""
+        self.source: DeltaSource = generations[0] if len(generations) == 1 else GenerationGroup(generations)
         self._llm = server.llm
         self._body = body
         self._id = id_
         self._created = int(time.time())
         self._generations = generations
-        self._echoed = echoed
+        self._echoes = [echo for echo in echoed for _ in range(self.source.num_choices // len(generations))]
+        self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
+        self._writer = ChunkWriter(self._fields(), include_usage=self._include_usage)
+        self._heads = [b'{"index":%d,"text":' % index for index in range(self.source.num_choices)]
+        self._logprobs_writers = [self._logprobs_writer() for _ in self._heads]
 
     @classmethod
     async def start(cls, server: "Server", request: Request, call: Call, body: CompletionRequest) -> "CompletionAnswer":
@@ -62,57 +69,40 @@ class CompletionAnswer:
                 )
                 echoed.append(_text_of(server, text, token_ids) if body.echo else "")
         except BaseException:
-            await close_all(generations)
+            GenerationGroup(generations).close()
             raise
         return cls(server, body, id_, generations, echoed)
 
     async def whole(self) -> Completion:
-        """Waits for all choices. Raises what `Generation.deltas` does."""
-        try:
-            answers = await asyncio.gather(*map(gather, self._generations))
-        finally:
-            await close_all(self._generations)
-        choices = [(number, choice) for number, choices in enumerate(answers) for choice in choices]
-        return Completion.model_validate(
-            self._fields()
-            | {
-                "choices": [
-                    {
-                        "index": index,
-                        "text": self._echoed[number] + choice.text,
-                        "logprobs": None if choice.logprobs is None else self._logprobs_writer().write(choice.logprobs),
-                        "finish_reason": choice.finish_reason,
-                        "stop_reason": choice.stop_reason,
-                    }
-                    for index, (number, choice) in enumerate(choices)
-                ],
-                "usage": Usage.of(self._generations),
+        """Waits for all choices. Raises what `Generation.take` does."""
+        choices = [
+            {
+                "index": choice.index,
+                "text": self._echoes[choice.index] + choice.text,
+                "logprobs": None if choice.logprobs is None else self._logprobs_writer().write(choice.logprobs),
+                "finish_reason": choice.finish_reason,
+                "stop_reason": choice.stop_reason,
             }
-        )
+            for choice in await gather(self.source)
+        ]
+        return Completion.model_validate(self._fields() | {"choices": choices, "usage": Usage.of(self._generations)})
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """The chunks as server-sent events. Raises what `Generation.deltas` does."""
-        include_usage = bool(self._body.stream_options and self._body.stream_options.include_usage)
-        writer = ChunkWriter(self._fields(), include_usage=include_usage)
-        num_choices = self._generations[0].params.n
-        heads = [b'{"index":%d,"text":' % index for index in range(num_choices * len(self._generations))]
-        logprobs_writers = [self._logprobs_writer() for _ in heads]
-        waiting_echoes = {
-            index: self._echoed[index // num_choices] for index in range(len(heads) * bool(self._body.echo))
-        }
-        try:
-            async with aclosing(merged_deltas(self._generations)) as deltas:
-                async for delta in deltas:
-                    index = delta.index
-                    text = waiting_echoes.pop(index, "") + delta.text
-                    if delta.logprobs is None and delta.finish_reason is None:
-                        if text:
-                            yield writer.chunk(heads[index] + encode_json(text) + _PLAIN_CHUNK_TAIL)
-                    else:
-                        yield writer.chunk(_choice(index, text, delta, logprobs_writers[index]))
-            yield (writer.usage(Usage.of(self._generations)) if include_usage else b"") + DONE
-        finally:
-            await close_all(self._generations)
+    def begin(self) -> bytes:
+        return b""
+
+    def add(self, delta: OutputDelta) -> bytes:
+        index = delta.index
+        text, self._echoes[index] = self._echoes[index] + delta.text, ""
+        if delta.logprobs is not None or delta.finish_reason is not None:
+            return self._writer.chunk(_choice(index, text, delta, self._logprobs_writers[index]))
+        if not text:
+            return b""
+        return self._writer.chunk(self._heads[index] + encode_json(text) + _PLAIN_CHUNK_TAIL)
+
+    async def end(self) -> bytes:
+        return (self._writer.usage(Usage.of(self._generations)) if self._include_usage else b"") + DONE
+
+    fail = staticmethod(error_events)
 
     def _fields(self) -> dict[str, Any]:
         return {"id": self._id, "object": "text_completion", "created": self._created, "model": self._body.model}

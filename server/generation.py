@@ -2,15 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import ExitStack, aclosing
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from fastapi import Request
 
-from jaxllm import OutputDelta, SamplingParams, TokenLogprobs
+from jaxllm import OutputDelta, SamplingParams
 from jaxllm.server.api_errors import ApiError
 from jaxllm.server.call import Call
 from jaxllm.server.finished_request import FinishedRequest
@@ -33,8 +32,8 @@ class ClientLeftError(ApiError):
 class Generation:
     """The choices that the engine makes for one prompt.
 
-    When the client leaves, streamed to or not, the engine is told at once, and whoever waits for deltas gets a
-    ClientLeftError. However it ends, metrics and log hear of it once.
+    It is a source of deltas (`deltas.DeltaSource`), for one reader. When the client leaves, streamed to or not, the
+    engine is told at once, and the reader gets a ClientLeftError. However it ends, metrics and log hear of it once.
 
     request_id: its name in the engine.
     num_output_tokens: so far, of all choices.
@@ -100,7 +99,7 @@ class Generation:
         Args:
           request_id: its name in the engine; a new one when left out.
           is_streamed: whether the answer is, for metrics and log.
-          needs_pieces: False if `deltas` may wait for the end, which costs least; as `is_streamed` when left out.
+          needs_pieces: False if the deltas may wait for the end, which costs least; as `is_streamed` when left out.
 
         Raises ApiError 400 for a prompt that cannot be served, 503 while the server drains; InvalidRequestError,
         OverloadedError and EngineDeadError of the engine.
@@ -134,34 +133,42 @@ class Generation:
                 resources=resources.pop_all(),
             )
 
-    async def deltas(self) -> AsyncGenerator[OutputDelta, None]:
-        """What is new, as it comes. The last delta of a choice has the finish reason "stop" or "length".
+    @property
+    def num_choices(self) -> int:
+        return self.params.n
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the reader has taken all that it wants of every choice."""
+        return not self._num_running
+
+    def listen(self, on_news: Callable[[], None]) -> None:
+        """`on_news` is called when there is something to take, or an error to be raised."""
+        self._stream.on_news = on_news
+
+    def take(self) -> OutputDelta | None:
+        """What is new of one choice, until there is nothing (None). The last delta of a choice has the finish reason
+        "stop" or "length".
 
         Raises ApiError, which ends all choices: 408 (or 503, if it never started) when its time is over, 500 or 503
         when the engine failed, 503 when the server stops, ClientLeftError.
         """
-        finish_reasons = self._finish_reasons
         try:
-            async for delta in self._stream:
-                if finish_reasons[delta.index] is not None:  # The reader has asked for no more of it.
+            while (delta := self._stream.take()) is not None:
+                if self._finish_reasons[delta.index] is not None:  # The reader has asked for no more of it.
                     continue
                 if delta.token_ids:
                     self._count(delta.index, len(delta.token_ids))
                 if delta.finish_reason is not None:
                     self._note_end(delta)
-                yield delta
-                if not self._num_running:
-                    return
-            self._raise_if_client_left()
-            if self._is_overdue:
-                self._finish_reasons = [reason or "timeout" for reason in self._finish_reasons]
-                raise self._timeout_error(has_started=self.num_output_tokens > 0)
-            raise ApiError(500, "the engine ended the request without a reason", code="internal_error")
+                return delta
+            if self._num_running and self._stream.is_complete:
+                raise self._early_end()
+            return None
         except ApiError as error:
-            self._error = self._error or (None if isinstance(error, ClientLeftError) else error.message)
+            self._error = None if isinstance(error, ClientLeftError) else error.message
+            self.close()
             raise
-        finally:
-            await self.aclose()
 
     def complete(self, index: int) -> None:
         """The reader has what it wants of a choice: nothing more comes of it."""
@@ -169,19 +176,17 @@ class Generation:
             self._finish_reasons[index] = "stop"
             self._num_running -= 1
 
-    async def aclose(self) -> None:
-        """Ends the choices that still run, at once; if there are none, only says so to metrics and log. May be
-        called again."""
+    def close(self) -> None:
+        """Ends the choices that still run, at once; if there are none, only says so to metrics and log. The listener
+        hears no more. May be called again."""
         if self._has_ended:
             return
         self._has_ended = True
-        if asyncio.current_task() is not self._watcher:
-            self._watcher.cancel()
+        self._watcher.cancel()
+        self.listen(_nobody)
         with self._resources:
-            try:
-                await self._stream.aclose()
-            finally:
-                self._report()
+            self._stream.close()
+            self._report()
 
     def _count(self, index: int, num_tokens: int) -> None:
         metrics, now = self._server.metrics, time.monotonic()
@@ -204,8 +209,7 @@ class Generation:
             self._first_token = _earlier(self._first_token, metrics.first_token_time)
         if reason in ("stop", "length"):
             return
-        self._raise_if_client_left()
-        raise self._failure(delta)
+        raise ClientLeftError if self._client_left else self._failure(delta)
 
     def _failure(self, delta: OutputDelta) -> ApiError:
         match delta.finish_reason:
@@ -231,22 +235,28 @@ class Generation:
         )
         return ApiError(408, message, code="timeout")
 
+    def _early_end(self) -> ApiError:
+        """Why the stream has ended before the choices have."""
+        if self._client_left:
+            return ClientLeftError()
+        if self._is_overdue:
+            self._finish_reasons = [reason or "timeout" for reason in self._finish_reasons]
+            return self._timeout_error(has_started=self.num_output_tokens > 0)
+        return ApiError(500, "the engine ended the request without a reason", code="internal_error")
+
     def _end_overdue(self) -> None:
         """The engine should have ended this request by itself. If it has not, it is stuck; else the reader is slow."""
         if not self._stream.is_complete:
             self._is_overdue = True
-            self._closing = asyncio.ensure_future(self._stream.aclose())
-
-    def _raise_if_client_left(self) -> None:
-        if self._client_left:
-            raise ClientLeftError
+            self._stream.close()  # which the reader hears
 
     async def _watch(self, http_request: Request) -> None:
         """Waits for the end of the connection: the body has been read, so nothing else can come."""
         while (await http_request.receive())["type"] != "http.disconnect":
             pass
         self._client_left = True
-        await self.aclose()
+        self._stream.close()  # which the reader hears, if there is one
+        self.close()
 
     def _report(self) -> None:
         self._scope["jaxllm.is_logged"] = True  # An error that is the answer needs no line of its own.
@@ -275,36 +285,8 @@ class Generation:
         )
 
 
-@dataclass(slots=True)
-class Choice:
-    """One whole continuation of a prompt."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None
-    finish_reason: str
-    stop_reason: int | str | None
-
-
-async def gather(generation: Generation) -> list[Choice]:
-    """All choices, when the last is complete. Raises what `Generation.deltas` does."""
-    params = generation.params
-    texts: list[list[str]] = [[] for _ in range(params.n)]
-    wants_logprobs = params.logprobs is not None
-    choices = [Choice(index, "", [], [] if wants_logprobs else None, "", None) for index in range(params.n)]
-    async with aclosing(generation.deltas()) as deltas:
-        async for delta in deltas:
-            choice = choices[delta.index]
-            texts[delta.index].append(delta.text)
-            choice.token_ids += delta.token_ids
-            if choice.logprobs is not None:
-                choice.logprobs += delta.logprobs or ()
-            if delta.finish_reason is not None:
-                choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
-    for choice, pieces in zip(choices, texts, strict=True):
-        choice.text = "".join(pieces)
-    return choices
+def _nobody() -> None:
+    """Nobody listens."""
 
 
 def _late_start(call: Call) -> ApiError:

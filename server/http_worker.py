@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import multiprocessing
 import signal
 import socket
@@ -56,6 +57,8 @@ class HttpWorker:
         closed."""
         server: Server = app.state.server
         http = _UvicornServer(_uvicorn_config(app, self.config))
+        gc.collect()
+        gc.freeze()  # What lives as long as the process would be looked through again and again, for 0.1 s each time.
         serving = asyncio.ensure_future(http.serve([self.listener]))
         try:
             await self._watch(server, http, serving)

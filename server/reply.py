@@ -1,95 +1,132 @@
-"""The model's answer to a conversation, taken apart into reasoning, content and tool calls."""
+"""The model's reply to a conversation, taken apart into reasoning, content and tool calls."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
 
-from jaxllm import SamplingParams
+from jaxllm import OutputDelta, SamplingParams
 from jaxllm.server.api_errors import ApiError
 from jaxllm.server.call import Call
 from jaxllm.server.generation import Generation
-from jaxllm.server.parsers import ReplyParser, ReplyPart, make_reply_parser, needs_special_tokens
+from jaxllm.server.parsers import (
+    ContentPart,
+    ReasoningPart,
+    ReplyParser,
+    ReplyPart,
+    ToolCallStart,
+    make_reply_parser,
+    needs_special_tokens,
+)
 
 if TYPE_CHECKING:
     from jaxllm.server.app import Server
 
 
 class Reply:
-    """One answer under way.
+    """One choice of a generation, as far as it has been read.
 
-    generation: what the engine does for it.
-    finish_reason, stop_reason: as in OutputDelta, when `parts` has ended.
+    generation: what the engine does for it, and for the other choices.
+    finish_reason: "stop" or "length", when it has ended.
+    stop_reason: as in OutputDelta.
+    has_calls: whether it has called a tool.
+    is_plain: whether its parts are its text, of which nothing is held back.
     """
 
-    def __init__(self, generation: Generation, parser: ReplyParser) -> None:
+    def __init__(self, server: "Server", generation: Generation, parser: ReplyParser | None) -> None:
+        """`parser`: None where there is nothing to be found."""
         self.generation = generation
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self.has_calls = False
+        self.is_plain = parser is None
+        self._encoder = server.encoder
         self._parser = parser
+        self._reasoning: list[str] = []
 
-    @classmethod
-    async def start(
-        cls,
-        server: "Server",
-        http_request: Request,
-        call: Call,
-        messages: Sequence[Mapping[str, Any]],
-        params: SamplingParams,
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        template_kwargs: Mapping[str, Any] | None = None,
-        parallel_tool_calls: bool = True,
-        cache_salt: str = "",
-        request_id: str | None = None,
-        is_streamed: bool = False,
-    ) -> "Reply":
-        """Returns when the engine has taken the request in.
+    def read(self, delta: OutputDelta) -> list[ReplyPart]:
+        """The new parts; seldom none. When it has what was asked for, the generation hears that this choice is
+        complete."""
+        if self._parser is None:
+            parts: list[ReplyPart] = [ContentPart(delta.text)] if delta.text else []
+        else:
+            parts = self._parser.append(delta.text)
+            if delta.finish_reason is not None:
+                parts += self._parser.finish()
+            for part in parts:
+                if isinstance(part, ReasoningPart):
+                    self._reasoning.append(part.text)
+                self.has_calls |= isinstance(part, ToolCallStart)
+        if self._parser is not None and self._parser.is_complete:
+            self.finish_reason = "stop"
+            self.generation.complete(delta.index)
+        else:
+            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+        return parts
 
-        Args:
-          messages, tools, template_kwargs: as `ChatTemplates.render` takes them.
-          parallel_tool_calls: if False, the answer ends with its first call.
+    async def num_reasoning_tokens(self) -> int:
+        """How many tokens its reasoning is, without the markers around it."""
+        text = "".join(self._reasoning)
+        return len(await self._encoder.encode(text, add_special_tokens=False)) if text else 0
 
-        Raises what `ChatTemplates.render` and `Generation.start` do, and ApiError 400 for tools whose calls nobody
-        would find.
-        """
-        tool_call_parser, reasoning_parser = server.parsers
-        check_tools(server, tools)
-        prompt, token_ids = await server.templates.render(messages, tools=tools or None, kwargs=template_kwargs or {})
-        if needs_special_tokens(tool_call_parser if tools else None, reasoning_parser, server.llm.tokenizer):
-            params = replace(params, skip_special_tokens=False)
-        parser = make_reply_parser(
+
+async def start_replies(
+    server: "Server",
+    http_request: Request,
+    call: Call,
+    messages: Sequence[Mapping[str, Any]],
+    params: SamplingParams,
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    template: str | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+    parallel_tool_calls: bool = True,
+    cache_salt: str = "",
+    request_id: str | None = None,
+    is_streamed: bool = False,
+) -> list[Reply]:
+    """Gives a conversation to the engine, and returns when that has taken it in: a reply for each choice, all of one
+    generation.
+
+    Args:
+      messages, tools, template, template_kwargs: as `ChatTemplates.render` takes them.
+      parallel_tool_calls: if False, a reply ends with its first call.
+
+    Raises what `ChatTemplates.render` and `Generation.start` do, and ApiError 400 for tools whose calls nobody would
+    find.
+    """
+    check_tools(server, tools)
+    prompt, token_ids = await server.templates.render(
+        messages, tools=tools or None, template=template, kwargs=template_kwargs or {}
+    )
+    tool_call_parser, reasoning_parser = server.parsers
+    if needs_special_tokens(tool_call_parser if tools else None, reasoning_parser, server.llm.tokenizer):
+        params = replace(params, skip_special_tokens=False)
+    generation = await Generation.start(
+        server,
+        http_request,
+        call,
+        token_ids,
+        params,
+        cache_salt=cache_salt,
+        request_id=request_id,
+        is_streamed=is_streamed,
+        needs_pieces=is_streamed or (bool(tools) and not parallel_tool_calls),
+    )
+
+    def parser() -> ReplyParser | None:
+        if reasoning_parser is None and not tools:
+            return None
+        return make_reply_parser(
             tool_call_parser,
             reasoning_parser,
             tools_allowed=bool(tools),
             prompt=prompt,
             parallel_tool_calls=parallel_tool_calls,
         )
-        generation = await Generation.start(
-            server,
-            http_request,
-            call,
-            token_ids,
-            params,
-            cache_salt=cache_salt,
-            request_id=request_id,
-            is_streamed=is_streamed,
-            needs_pieces=is_streamed or not parallel_tool_calls,
-        )
-        return cls(generation, parser)
 
-    async def parts(self) -> AsyncIterator[list[ReplyPart]]:
-        """What is new, as it comes; seldom nothing. Raises what `Generation.deltas` does."""
-        async for delta in self.generation.deltas():
-            parts = self._parser.append(delta.text)
-            if self._parser.is_complete:
-                self.finish_reason = "stop"
-                self.generation.complete(delta.index)
-            elif delta.finish_reason is not None:
-                self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
-                parts += self._parser.finish()
-            yield parts
+    return [Reply(server, generation, parser()) for _ in range(params.n)]
 
 
 def check_tools(server: "Server", tools: Sequence[Any]) -> None:

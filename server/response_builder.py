@@ -27,13 +27,6 @@ class ResponseBuilder:
         self._place: dict[str, Any] = {}  # of the open item, in its events
         self._pieces: list[str] = []
 
-    @property
-    def reasoning(self) -> str:
-        """The text of the reasoning so far."""
-        items = [item for item in self.response["output"] if item["type"] == "reasoning"]
-        is_open = self._item is not None and self._item["type"] == "reasoning"
-        return "".join([*(item["content"][0]["text"] for item in items), *(self._pieces if is_open else ())])
-
     def begin(self) -> bytes:
         """The response exists, and is being made."""
         return self._response_event("response.created") + self._response_event("response.in_progress")

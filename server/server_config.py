@@ -22,6 +22,7 @@ _DURATIONS = (
     "header_timeout_s",
     "body_timeout_s",
     "send_timeout_s",
+    "stream_keep_alive_s",
     "watchdog_s",
 )
 
@@ -71,6 +72,9 @@ class ServerConfig:
 
     send_timeout_s: float = 300.0
     """Closes a connection whose client has taken nothing of what waits for it for so long."""
+
+    stream_keep_alive_s: float = 15.0
+    """After so much silence, twice this at the most, a stream is sent a comment, so that proxies do not give it up."""
 
     cors_origins: Sequence[str] | None = None
     """A web origin whose pages may call the server, as https://chat.example.org; may be given several times; *

@@ -240,6 +240,10 @@ class CoreClient:
         else:
             self._plan_read()
         if number:
+            self._loop.call_soon(self._acknowledge, number)  # after what the news have set going
+
+    def _acknowledge(self, number: int) -> None:
+        if self.state == "ready":
             self._send(Ack(number))
 
     def _hear(self, message: Message) -> None:

@@ -183,8 +183,9 @@ class Engine:
 
     def _take_in(self, output: CoreOutput) -> None:
         """Hands out what the core tells. Listeners come last, so that nothing is lost if one raises."""
-        deltas, stopped = self._outputs.process(output)
-        for key in stopped:
+        processed = self._outputs.process(output)
+        deltas = [*processed.first, *processed.others]
+        for key in processed.stopped:
             self.core.end_request(str(key), "stop")
         for answer, delta in deltas:
             answer.append(delta)

@@ -1,7 +1,8 @@
 """From the core's tokens to what a request gives back: text, stop strings, reasons, times."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from jaxllm.engine.core_output import CoreOutput, Key
@@ -77,6 +78,21 @@ class _Record[Sink]:
         return delta
 
 
+@dataclass(slots=True)
+class Processed[Sink]:
+    """What a `CoreOutput` has brought to whom; of each continuation one delta at most. The deltas are made as they are
+    iterated over, which is to be done, once, before the next output is processed: nobody waits for those behind.
+
+    first: the first deltas of continuations, for which somebody waits most.
+    others: those that end come before those that go on.
+    stopped: those that have ended at a stop string, which the core is to be told; known when the others are.
+    """
+
+    first: Iterable[tuple[Sink, OutputDelta]]
+    others: Iterable[tuple[Sink, OutputDelta]]
+    stopped: list[Key]
+
+
 @dataclass
 class OutputProcessor[Sink]:
     """Knows the unfinished continuations by the core's key for each, and where what they give is to go: its `Sink`."""
@@ -112,40 +128,42 @@ class OutputProcessor[Sink]:
         """Of the continuations whose last delta has not been given."""
         return list(self._records)
 
-    def process(self, output: CoreOutput) -> tuple[list[tuple[Sink, OutputDelta]], list[Key]]:
-        """Takes in what the core tells. Returns the deltas, and the keys of those that have ended at a stop string,
-        which the core is to be told. What it tells of a key that has ended here means nothing any more.
-
-        The first and the last delta of a continuation go before those of the others: somebody waits for them, and a
-        new request is the last of the step's rows.
-        """
-        records, now = self._records, output.time
-        urgent: list[tuple[Sink, OutputDelta]] = []
-        deltas: list[tuple[Sink, OutputDelta]] = []
-        stopped: list[Key] = []
+    def process(self, output: CoreOutput) -> Processed[Sink]:
+        """Takes in what the core tells. What it tells of a key that has ended here means nothing any more."""
+        records, stopped = self._records, list[Key]()
         for key, when, num_cached_tokens in output.started:
             if (record := records.get(key)) is not None:
                 record.metrics.first_scheduled_time = when
                 record.metrics.num_cached_tokens = num_cached_tokens
         ends = {key: (reason, error) for key, reason, error in output.finished}
+        first: dict[Key, list[int]] = {}
+        ending: dict[Key, list[int]] = {key: [] for key in ends}
+        going_on: dict[Key, list[int]] = {}
         for key, token_ids in output.tokens_by_key():
-            if (record := records.get(key)) is None:
-                continue
-            reason, error = ends.pop(key, (None, None)) if ends else (None, None)
-            is_first = not record.metrics.num_output_tokens
-            delta = record.append(token_ids, output.logprobs.get(key), now, hides_last=reason == "stop")
-            if delta.finish_reason is not None:
-                del records[key]
-                if reason is None:
-                    stopped.append(key)
-            elif reason is not None:
-                del records[key]
-                record.finish(delta, reason, error, now)
-            (urgent if is_first or delta.finish_reason is not None else deltas).append((record.sink, delta))
-        for key, (reason, error) in ends.items():
-            if key in records:
-                deltas.append(self.finish(key, reason, error, now=now))
-        return urgent + deltas, stopped
+            if (record := records.get(key)) is not None:
+                is_first = not record.metrics.num_output_tokens
+                (first if is_first else ending if key in ends else going_on)[key] = token_ids
+
+        def deltas_of(tokens: dict[Key, list[int]]) -> Iterator[tuple[Sink, OutputDelta]]:
+            for key, token_ids in tokens.items():
+                if (record := records.get(key)) is None:  # It has ended with its first delta, or was forgotten.
+                    continue
+                reason, error = ends.get(key, (None, None))
+                if not token_ids:
+                    assert reason is not None
+                    yield self.finish(key, reason, error, now=output.time)
+                    continue
+                delta = record.append(token_ids, output.logprobs.get(key), output.time, hides_last=reason == "stop")
+                if delta.finish_reason is not None:
+                    del records[key]
+                    if reason is None:
+                        stopped.append(key)
+                elif reason is not None:
+                    del records[key]
+                    record.finish(delta, reason, error, output.time)
+                yield record.sink, delta
+
+        return Processed(deltas_of(first), chain(deltas_of(ending), deltas_of(going_on)), stopped)
 
     def finish(
         self, key: Key, reason: FinishReason, error: str | None = None, *, now: float

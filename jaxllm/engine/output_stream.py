@@ -15,49 +15,54 @@ class OutputStream:
     What comes while nobody reads merges into one delta for each continuation. Leaving early is a matter of `aclose`;
     a reader that is cancelled, and a stream that nobody holds any more, do the same.
 
+    Where many streams get their tokens at once, a reader need not be a task that is woken: it may set `on_news` and
+    `take` what there is.
+
     request_id: as given to `AsyncLLM.submit`, or made there.
+    on_news: called, while the engine's message is taken in, when there is something to take or nothing more will come.
     """
 
     def __init__(self, request_id: str, handles: list[int], leave: Callable[[list[int]], None]):
         """leave: called with the handles when the reader leaves before the end, perhaps from another thread."""
         self.request_id = request_id
+        self.on_news: Callable[[], None] = _nobody
         self._handles = handles
         self._leave = leave
         self._pending: dict[int, list[OutputDelta]] = {}  # by the continuation
         self._num_unfinished = len(handles)
-        self._reader: asyncio.Future[None] | None = None
-        self._waits_for_end = False
 
     @property
     def is_complete(self) -> bool:
         """Whether all has come that will come, read or not."""
         return not self._num_unfinished
 
+    def take(self) -> OutputDelta | None:
+        """What is new of one continuation, until there is nothing (None)."""
+        if not self._pending:
+            return None
+        return _merged(self._pending.pop(next(iter(self._pending))))
+
     def __aiter__(self) -> "OutputStream":
         return self
 
     async def __anext__(self) -> OutputDelta:
-        while not self._pending:
+        while (delta := self.take()) is None:
             if not self._num_unfinished:
                 raise StopAsyncIteration
             await self._wait()
-        index = next(iter(self._pending))
-        return _merged(self._pending.pop(index))
+        return delta
 
-    async def collect(self) -> list[OutputDelta]:
-        """Waits for the end. Returns all that was not read yet, as one delta for each continuation.
-
-        One that the reader has left, or that it has read to its end, is not among them.
-        """
-        self._waits_for_end = True
-        while self._num_unfinished:
-            await self._wait()
-        pending, self._pending = self._pending, {}
-        return [_merged(pending[index]) for index in sorted(pending)]
+    def close(self) -> None:
+        """Leaves: the request is aborted, and who waits for a delta hears that there are no more."""
+        if self._num_unfinished:
+            self._num_unfinished = 0
+            self._leave(self._handles)
+        self._pending.clear()
+        self.on_news()
 
     async def aclose(self) -> None:
-        """Leaves: the request is aborted, and who waits for a delta hears that there are no more."""
-        self._close()
+        """As `close`."""
+        self.close()
 
     def abandon(self) -> None:
         """The engine has not taken the request in; nothing is to be told to anybody."""
@@ -72,35 +77,28 @@ class OutputStream:
         if len(deltas) > _MAX_DELTAS:
             deltas[:] = [_merged(deltas)]
         self._num_unfinished -= delta.finish_reason is not None
-        if not self._waits_for_end or not self._num_unfinished:
-            self._wake()
+        self.on_news()
 
     async def _wait(self) -> None:
-        assert self._reader is None, "a stream has one reader"
-        self._reader = asyncio.get_running_loop().create_future()
+        assert self.on_news is _nobody, "a stream has one reader"
+        news = asyncio.Event()
+        self.on_news = news.set
         try:
-            await self._reader
+            await news.wait()
         except asyncio.CancelledError:
-            self._close()
+            self.close()
             raise
         finally:
-            self._reader = None
-
-    def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
-
-    def _close(self) -> None:
-        if self._num_unfinished:
-            self._num_unfinished = 0
-            self._leave(self._handles)
-        self._pending.clear()
-        self._wake()
+            self.on_news = _nobody
 
     def __del__(self) -> None:
         if getattr(self, "_num_unfinished", 0):
             with contextlib.suppress(RuntimeError):  # the event loop is closed, and with it everything
                 self._leave(self._handles)
+
+
+def _nobody() -> None:
+    """Nobody waits for news."""
 
 
 def _merged(deltas: list[OutputDelta]) -> OutputDelta:

@@ -171,10 +171,9 @@ class ChatRequest(SamplingFields):
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return effort | (self.chat_template_kwargs or {})
 
-    def to_sampling_params(self, *, keep_special: bool = False) -> SamplingParams:
-        """`keep_special` whatever the request says. Raises InvalidRequestError where fields contradict."""
+    def to_sampling_params(self) -> SamplingParams:
+        """Raises InvalidRequestError where fields contradict."""
         return self.sampling_params(
-            **({"skip_special_tokens": False} if keep_special else {}),
             max_tokens=self.max_completion_tokens or self.max_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
         )

@@ -7,8 +7,9 @@ from starlette.responses import Response
 
 from jaxllm.server.call import CALL_HEADERS, Call, read_call
 from jaxllm.server.completion_answer import CompletionAnswer
+from jaxllm.server.event_stream import EVENT_STREAM, EventStream
 from jaxllm.server.protocol.completions import Completion, CompletionRequest
-from jaxllm.server.streaming import EVENT_STREAM, EventStream, json_response
+from jaxllm.server.streaming import json_response
 
 if TYPE_CHECKING:
     from jaxllm.server.app import Server
@@ -31,5 +32,5 @@ async def create_completion(
     server.check_model(body.model)
     answer = await CompletionAnswer.start(server, request, call.with_priority(body.priority), body)
     if body.stream:
-        return await EventStream.start(answer.events())
+        return await EventStream.start(answer.source, answer, keep_alive_s=server.config.stream_keep_alive_s)
     return json_response(await answer.whole())

@@ -1,18 +1,20 @@
 """/v1/messages."""
 
-from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
+from jaxllm import OutputDelta
 from jaxllm.server.api_errors import ApiError
 from jaxllm.server.call import CALL_HEADERS, Call, read_call
+from jaxllm.server.deltas import deltas
+from jaxllm.server.event_stream import EVENT_STREAM, EventStream
 from jaxllm.server.keys import authenticate
 from jaxllm.server.message_builder import MessageBuilder
 from jaxllm.server.protocol.messages import AnsweredMessage, CountTokensRequest, MessagesRequest, TokensCount
-from jaxllm.server.reply import Reply, check_tools
-from jaxllm.server.streaming import EVENT_STREAM, EventStream, encode_json
+from jaxllm.server.reply import Reply, check_tools, start_replies
+from jaxllm.server.streaming import encode_json
 
 if TYPE_CHECKING:
     from jaxllm.server.app import Server
@@ -27,7 +29,7 @@ async def create_message(
     """Answers a conversation, in the form of Anthropic's API."""
     server: Server = request.app.state.server
     server.check_model(body.model)
-    reply = await Reply.start(
+    (reply,) = await start_replies(
         server,
         request,
         call.with_priority(body.priority),
@@ -39,13 +41,10 @@ async def create_message(
         cache_salt=body.cache_salt or "",
         is_streamed=bool(body.stream),
     )
-    builder = MessageBuilder(body.model)
-    events = _events(reply, builder)
+    answer = _Answer(body.model, reply)
     if body.stream:
-        return await EventStream.start(events, error_events=builder.fail)
-    async for _ in events:
-        pass
-    return Response(encode_json(builder.message), media_type="application/json")
+        return await EventStream.start(reply.generation, answer, keep_alive_s=server.config.stream_keep_alive_s)
+    return Response(encode_json(await answer.whole()), media_type="application/json")
 
 
 @router.post("/v1/messages/count_tokens", dependencies=[Depends(authenticate)])
@@ -60,23 +59,38 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> TokensCoun
     return TokensCount(input_tokens=len(token_ids))
 
 
-async def _events(reply: Reply, builder: MessageBuilder) -> AsyncGenerator[bytes, None]:
-    """The stream's events. Raises what `Generation.deltas` does."""
-    generation = reply.generation
-    try:
-        yield builder.begin(generation.num_prompt_tokens)
-        async for parts in reply.parts():
-            if events := builder.add(parts):
-                yield events
-        yield builder.end(
-            reply.finish_reason,
-            reply.stop_reason,
-            num_prompt_tokens=generation.num_prompt_tokens,
-            num_cached_tokens=generation.num_cached_tokens,
-            num_output_tokens=generation.num_output_tokens,
+class _Answer:
+    """One message under way: `whole`, or the writer of its stream (`EventWriter`)."""
+
+    def __init__(self, model: str, reply: Reply) -> None:
+        self._reply = reply
+        self._generation = reply.generation
+        self._builder = MessageBuilder(model)
+
+    async def whole(self) -> dict[str, Any]:
+        """Waits for the end. Raises what `Generation.take` does."""
+        async for delta in deltas(self._generation):
+            self.add(delta)
+        await self.end()
+        return self._builder.message
+
+    def begin(self) -> bytes:
+        return self._builder.begin(self._generation.num_prompt_tokens)
+
+    def add(self, delta: OutputDelta) -> bytes:
+        return self._builder.add(self._reply.read(delta))
+
+    async def end(self) -> bytes:
+        return self._builder.end(
+            self._reply.finish_reason,
+            self._reply.stop_reason,
+            num_prompt_tokens=self._generation.num_prompt_tokens,
+            num_cached_tokens=self._generation.num_cached_tokens,
+            num_output_tokens=self._generation.num_output_tokens,
         )
-    finally:
-        await generation.aclose()
+
+    def fail(self, error: ApiError) -> bytes:
+        return self._builder.fail(error)
 
 
 def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:

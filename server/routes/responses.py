@@ -4,22 +4,23 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
-from jaxllm import SamplingParams
+from jaxllm import OutputDelta, SamplingParams
 from jaxllm.server.api_errors import ApiError
 from jaxllm.server.call import CALL_HEADERS, Call, read_call
 from jaxllm.server.conversation import Conversation
+from jaxllm.server.deltas import deltas
+from jaxllm.server.event_stream import EVENT_STREAM, EventStream
 from jaxllm.server.keys import Caller, authenticate
 from jaxllm.server.protocol.responses import DeletedResponse, ResponseObject, ResponseRequest
-from jaxllm.server.reply import Reply
+from jaxllm.server.reply import Reply, start_replies
 from jaxllm.server.response_builder import ResponseBuilder
 from jaxllm.server.response_store import StoredResponse
-from jaxllm.server.streaming import EVENT_STREAM, EventStream, encode_json
+from jaxllm.server.streaming import encode_json
 
 if TYPE_CHECKING:
     from jaxllm.server.app import Server
@@ -43,12 +44,10 @@ async def create_response(
         request = Request(request.scope, _never)  # The client leaves, and the answer is made nevertheless.
     answer = await _Answer.start(server, request, call.with_priority(body.priority), body)
     if body.stream:
-        return await EventStream.start(answer.events(), error_events=answer.failed)
+        return await EventStream.start(answer.generation, answer, keep_alive_s=server.config.stream_keep_alive_s)
     if body.background:
-        return await answer.continue_in_background()
-    async for _ in answer.events():
-        pass
-    return _json(answer.builder.response)
+        return answer.continue_in_background()
+    return _json(await answer.whole())
 
 
 @router.get("/v1/responses/{response_id}", response_model=ResponseObject)
@@ -101,7 +100,10 @@ async def cancel_response(
 
 
 class _Answer:
-    """One response under way."""
+    """One response under way: `whole`, in the background, or the writer of its stream (`EventWriter`).
+
+    generation: what the engine does for it.
+    """
 
     def __init__(
         self,
@@ -111,7 +113,8 @@ class _Answer:
         reply: Reply,
         builder: ResponseBuilder,
     ) -> None:
-        self.builder = builder
+        self.generation = reply.generation
+        self._builder = builder
         self._server = server
         self._caller = caller
         self._conversation = conversation
@@ -130,7 +133,7 @@ class _Answer:
             messages = [{"role": "system", "content": body.instructions}, *messages]
         params = body.to_sampling_params()
         response = _new_response(server, body, params)
-        reply = await Reply.start(
+        (reply,) = await start_replies(
             server,
             request,
             call,
@@ -145,68 +148,70 @@ class _Answer:
         )
         return cls(server, call.caller, conversation, reply, ResponseBuilder(response))
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """The stream's events. Raises what `Generation.deltas` does."""
-        try:
-            yield self.builder.begin()
-            async for parts in self._reply.parts():
-                if events := self.builder.add(parts):
-                    yield events
-            end = self.builder.end(self._reply.finish_reason, await self._usage())
-            self._store()
-            yield end
-        finally:
-            await self._reply.generation.aclose()
+    async def whole(self) -> dict[str, Any]:
+        """Waits for the end. Raises what `Generation.take` does."""
+        self.begin()
+        async for delta in deltas(self.generation):
+            self.add(delta)
+        await self.end()
+        return self._builder.response
 
-    def failed(self, error: ApiError) -> bytes:
-        """The stream's last event."""
-        event = self.builder.fail(error)
+    def begin(self) -> bytes:
+        return self._builder.begin()
+
+    def add(self, delta: OutputDelta) -> bytes:
+        return self._builder.add(self._reply.read(delta))
+
+    async def end(self) -> bytes:
+        events = self._builder.end(self._reply.finish_reason, await self._usage())
         self._store()
-        return event
+        return events
 
-    async def continue_in_background(self) -> Response:
+    def fail(self, error: ApiError) -> bytes:
+        events = self._builder.fail(error)
+        self._store()
+        return events
+
+    def continue_in_background(self) -> Response:
         """The answer now; the response itself can be had from the store. Raises ApiError if that is full."""
         if not self._store():
-            await self._reply.generation.aclose()
+            self.generation.close()
             raise ApiError(500, "the response could not be kept to be asked for later; the server's log says why")
         task = asyncio.create_task(self._complete())
         _in_background.add(task)
         task.add_done_callback(_in_background.discard)
-        return _json(self.builder.response)
+        return _json(self._builder.response)
 
     async def _complete(self) -> None:
         try:
-            async for _ in self.events():
-                pass
+            await self.whole()
         except Exception as error:
             known = ApiError.of(error)
             if known.status == 500:
-                logger.error("response %s failed in the background", self.builder.response["id"], exc_info=error)
+                logger.error("response %s failed in the background", self._builder.response["id"], exc_info=error)
             if known.code == "request_aborted":
-                self.builder.cancel()
+                self._builder.cancel()
             else:
-                self.builder.fail(known)
+                self._builder.fail(known)
             self._store()
 
     async def _usage(self) -> dict[str, Any]:
-        generation = self._reply.generation
-        reasoning = self.builder.reasoning
-        encoded = await self._server.encoder.encode(reasoning, add_special_tokens=False) if reasoning else []
+        generation = self.generation
         return {
             "input_tokens": generation.num_prompt_tokens,
             "input_tokens_details": {"cached_tokens": generation.num_cached_tokens, "cache_write_tokens": 0},
             "output_tokens": generation.num_output_tokens,
-            "output_tokens_details": {"reasoning_tokens": len(encoded)},
+            "output_tokens_details": {"reasoning_tokens": await self._reply.num_reasoning_tokens()},
             "total_tokens": generation.num_prompt_tokens + generation.num_output_tokens,
         }
 
     def _store(self) -> bool:
         """Keeps it as it is now, if it is to be kept. False if it cannot be."""
-        response = self.builder.response
+        response = self._builder.response
         if not response["store"]:
             return True
         conversation = Conversation(self._conversation.messages)
-        self.builder.add_to(conversation)
+        self._builder.add_to(conversation)
         stored = StoredResponse(response=response, messages=conversation.messages)
         return self._server.responses.put(self._caller.tenant, stored)
 

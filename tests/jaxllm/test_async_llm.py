@@ -4,6 +4,7 @@ import asyncio
 import time
 
 import pytest
+from stream_reading import collect
 
 from jaxllm import AsyncLLM, EngineConfig, InvalidRequestError, SamplingParams
 from jaxllm.engine.engine_stats import EngineStats
@@ -33,7 +34,7 @@ class Server:
     async def collect(self, prompt, params, **options):
         """The deltas of a request, each continuation's as one."""
         token_ids = self.llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        return await (await self.llm.submit(token_ids, params, **options)).collect()
+        return await collect(await self.llm.submit(token_ids, params, **options))
 
     def generate(self, prompts, params, **options):
         """As `collect`, of all at once."""
@@ -171,7 +172,7 @@ def test_cached_tokens_are_told_and_forgotten_on_demand(server):
         await anext(stream)
         assert not await server.llm.reset_prefix_cache()
         assert await server.llm.reset_prefix_cache(force=True)
-        return (await stream.collect())[0].finish_reason
+        return (await collect(stream))[0].finish_reason
 
     assert server.run(reset_while_running()) == "length"
 
@@ -184,7 +185,7 @@ def test_what_was_sampled_when_it_is_aborted_is_told(server):
         first = await anext(stream)
         await asyncio.sleep(0.01)
         await server.llm.abort("a")
-        [rest] = await stream.collect()
+        [rest] = await collect(stream)
         assert rest.finish_reason == "abort"
         return first.token_ids + rest.token_ids, first.text + rest.text
 

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import zmq
+from stream_reading import collect
 from tiny_models import write_tiny_model
 from tiny_tokenizer import write_tokenizer
 
@@ -72,7 +73,7 @@ class Rig:
         llm = llm or self.llm
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         stream = await llm.submit(llm.tokenizer.encode(text), params, **options)
-        [delta] = await stream.collect()
+        [delta] = await collect(stream)
         return delta.text, delta.finish_reason, delta.error
 
     async def until(self, condition):
@@ -204,7 +205,7 @@ def test_a_request_of_another_client_can_be_aborted_by_its_name(rig):
         streams = [await llm.submit([5], params, request_id="same") for llm in (rig.llm, other, other)]
         assert await rig.llm.abort("same")
         for stream in streams:
-            assert (await stream.collect())[0].finish_reason == "abort"
+            assert (await collect(stream))[0].finish_reason == "abort"
         await other.close()
 
     rig.run(check())
@@ -234,15 +235,10 @@ def test_a_reader_who_leaves_takes_the_request_along(rig):
             await reader
 
     async def close_for_another(streams):
-        for read in (streams[0].collect, streams[0].__anext__):
-            reader = asyncio.ensure_future(read())
-            await asyncio.sleep(0.0)
-            await streams[0].aclose()
-            if read == streams[0].collect:
-                assert await reader == []
-            else:
-                with pytest.raises(StopAsyncIteration):
-                    await reader
+        reader = asyncio.ensure_future(collect(streams[0]))
+        await asyncio.sleep(0.05)
+        await streams[0].aclose()
+        assert not any(delta.finish_reason for delta in await reader)
 
     async def forget(streams):
         streams.clear()
@@ -305,7 +301,7 @@ def test_the_requests_of_a_client_that_says_goodbye_end(rig):
         await other.close()
         await rig.until_idle()
         for stream in streams:
-            assert (await stream.collect())[0].finish_reason == "error"
+            assert (await collect(stream))[0].finish_reason == "error"
 
     rig.run(check())
 
@@ -351,10 +347,10 @@ def test_a_client_that_was_frozen_too_long_is_told_and_begins_anew(stub_folder, 
         llm = await AsyncLLM.connect(address)
         stream = await llm.submit(llm.tokenizer.encode("ab!slow"), SamplingParams(max_tokens=2000))
         time.sleep(1.5)
-        [delta] = await stream.collect()
+        [delta] = await collect(stream)
         assert (delta.finish_reason, delta.error) == ("error", "the engine process does not know this client any more")
         await llm.wait_until_ready()
-        [delta] = await (await llm.submit([5, 6], SamplingParams(max_tokens=5, ignore_eos=True))).collect()
+        [delta] = await collect(await llm.submit([5, 6], SamplingParams(max_tokens=5, ignore_eos=True)))
         assert delta.token_ids == [5, 6, 5, 6, 5]
         await llm.close()
         await asyncio.sleep(0.3)

@@ -45,13 +45,13 @@ class Script:
         return self.take_in(output)
 
     def take_in(self, output):
-        deltas, stopped = self.outputs.process(output)
-        for name, delta in deltas:
+        processed = self.outputs.process(output)
+        for name, delta in (*processed.first, *processed.others):
             self.deltas[name].append(delta)
-        for name in stopped:
+        for name in processed.stopped:
             del self.tokens[name]
         self.time += 1.0
-        return stopped
+        return processed.stopped
 
     def run(self, num_tokens=1):
         while self.tokens:
@@ -138,7 +138,8 @@ def test_what_comes_after_the_end_is_dropped(script):
     for _ in range(3):
         script.step()
     late = CoreOutput(9.0, keys=["a"], token_ids=[5], finished=[("a", "length", None)])
-    assert script.outputs.process(late) == ([], [])
+    processed = script.outputs.process(late)
+    assert [*processed.first, *processed.others, *processed.stopped] == []
 
 
 def test_logprobs_go_with_their_tokens(script):
@@ -187,3 +188,19 @@ def test_times_are_taken_when_things_first_happen(script):
     assert metrics.arrival_time == 0.0
     assert (metrics.first_scheduled_time, metrics.first_token_time, metrics.finished_time) == (0.5, 1.0, 3.0)
     assert (metrics.num_output_tokens, metrics.num_cached_tokens) == (3, 16)
+
+
+def test_who_waits_most_comes_first(script):
+    """A first token before all others, and those that end before those that go on."""
+    script.add("goes on", "one two three four")
+    script.add("ends", "one two")
+    script.step()
+    output = CoreOutput(
+        5.0, keys=["goes on", "ends"], token_ids=[script.tokens["goes on"][0], script.tokens["ends"][0]]
+    )
+    output.finished.append(("ends", "length", None))
+    script.add("begins now", "one two")
+    output.add_tokens("begins now", [script.tokens["begins now"][0]])
+    processed = script.outputs.process(output)
+    assert [name for name, _ in processed.first] == ["begins now"]
+    assert [name for name, _ in processed.others] == ["ends", "goes on"]

@@ -10,9 +10,10 @@ from jaxllm import OutputDelta, RequestMetrics, SamplingParams
 from jaxllm.server.api_errors import ApiError
 from jaxllm.server.board import Phase
 from jaxllm.server.call import Call
+from jaxllm.server.deltas import deltas, gather
 from jaxllm.server.drain import Drain
-from jaxllm.server.generation import ClientLeftError, Generation, gather
-from jaxllm.server.generation_group import merged_deltas
+from jaxllm.server.generation import ClientLeftError, Generation
+from jaxllm.server.generation_group import GenerationGroup
 from jaxllm.server.keys import Caller
 from jaxllm.server.server_config import ServerConfig
 
@@ -33,28 +34,23 @@ def last(index: int = 0, finish_reason: str = "stop", *, text: str = "z", metric
 
 
 class Stream:
-    """Gives the deltas of a script, then waits until it is closed."""
+    """Gives the deltas of a script, and ends when it is closed."""
 
     def __init__(self, request_id: str, script: list[OutputDelta]) -> None:
         self.request_id = request_id
         self.num_closes = 0
         self.is_complete = False
+        self.on_news = None
         self._script = list(script)
-        self._closed = asyncio.Event()
 
-    def __aiter__(self):
-        return self
+    def take(self) -> OutputDelta | None:
+        return self._script.pop(0) if self._script and not self.num_closes else None
 
-    async def __anext__(self) -> OutputDelta:
-        if self._script and not self._closed.is_set():
-            await asyncio.sleep(0)
-            return self._script.pop(0)
-        await self._closed.wait()
-        raise StopAsyncIteration
-
-    async def aclose(self) -> None:
+    def close(self) -> None:
         self.num_closes += 1
-        self._closed.set()
+        self.is_complete = True
+        if self.on_news is not None:
+            self.on_news()
 
 
 class World:
@@ -215,7 +211,7 @@ def test_a_client_that_leaves_ends_a_request_that_nobody_reads():
         world.client_leaves.set()
         await asyncio.sleep(0.01)
         world.assert_over("abort")
-        await generation.aclose()
+        generation.close()
         world.assert_over("abort")
 
     asyncio.run(run())
@@ -239,7 +235,7 @@ def test_a_reader_may_have_enough_of_a_choice():
         world = World([delta(0, "a"), delta(1, "b"), delta(0, "no more"), delta(1, "c"), delta(1, "no more")])
         generation = await world.start(n=2)
         texts = []
-        async for new in generation.deltas():
+        async for new in deltas(generation):
             texts.append(new.text)
             if new.text in ("a", "c"):
                 generation.complete(new.index)
@@ -254,7 +250,7 @@ def test_the_answers_of_several_prompts_come_as_they_are_made():
         world = World([delta(text="a"), last(text="b")], [last(text="c")], [delta(text="d"), last(text="e")])
         generations = [await world.start() for _ in range(3)]
         texts = ["", "", ""]
-        async for new in merged_deltas(generations):
+        async for new in deltas(GenerationGroup(generations)):
             texts[new.index] += new.text
         assert texts == ["ab", "c", "de"]
         world.assert_over("stop")
@@ -267,7 +263,7 @@ def test_the_error_of_one_prompt_ends_the_others():
         world = World([delta()], [last(finish_reason="error", error="boom")], [delta()])
         generations = [await world.start() for _ in range(3)]
         with refused(500, "engine_error", "boom"):
-            async for _ in merged_deltas(generations):
+            async for _ in deltas(GenerationGroup(generations)):
                 pass
         assert world.server.drain.num_active == 0
         assert [finished.finish_reasons[0] for finished in world.finished].count("abort") == 2
@@ -310,9 +306,8 @@ def test_a_request_that_the_engine_does_not_end_in_its_time_ends_here(monkeypatc
     async def run() -> None:
         world = World([delta()])
         generation = await world.start(timeout_s=0.05)
-        asyncio.get_running_loop().call_later(5.0, generation._stream._closed.set)  # else it would wait for ever
         with refused(408, "timeout", "not complete after 0.05 s, with 1 tokens made"):
-            async for _ in generation.deltas():
+            async for _ in deltas(generation):
                 pass
         world.assert_over("timeout")
 
@@ -326,7 +321,7 @@ def test_what_has_come_in_time_may_be_read_later(monkeypatch):
         world = World([delta(), last()])
         generation = await world.start(timeout_s=0.05)
         world.streams[0].is_complete = True
-        async for _ in generation.deltas():
+        async for _ in deltas(generation):
             await asyncio.sleep(0.1)
         world.assert_over("stop")
 

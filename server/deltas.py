@@ -1,0 +1,78 @@
+"""What the engine makes for an HTTP request, as it comes."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Protocol
+
+from jaxllm import OutputDelta, TokenLogprobs
+
+
+class DeltaSource(Protocol):
+    """A `Generation`, or several together. It has one reader, which closes it."""
+
+    @property
+    def num_choices(self) -> int: ...
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the reader has taken all that it wants of every choice."""
+        ...
+
+    def listen(self, on_news: Callable[[], None]) -> None:
+        """`on_news` is called when there is something to take, or an error to be raised."""
+        ...
+
+    def take(self) -> OutputDelta | None:
+        """What is new of one choice, until there is nothing (None). Raises what `Generation.take` does."""
+        ...
+
+    def close(self) -> None:
+        """Ends what still runs. May be called again."""
+        ...
+
+
+async def deltas(source: DeltaSource) -> AsyncGenerator[OutputDelta, None]:
+    """All of them. In the end the source is closed. Raises what `Generation.take` does."""
+    news = asyncio.Event()
+    source.listen(news.set)
+    try:
+        while not source.is_complete:
+            if (delta := source.take()) is not None:
+                yield delta
+            else:
+                news.clear()
+                await news.wait()
+    finally:
+        source.close()
+
+
+@dataclass(slots=True)
+class Choice:
+    """One whole continuation of a prompt."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: str
+    stop_reason: int | str | None
+
+
+async def gather(source: DeltaSource) -> list[Choice]:
+    """All choices, when the last is complete. Raises what `Generation.take` does."""
+    texts: list[list[str]] = [[] for _ in range(source.num_choices)]
+    choices = [Choice(index, "", [], None, "", None) for index in range(source.num_choices)]
+    async with aclosing(deltas(source)) as new:
+        async for delta in new:
+            choice = choices[delta.index]
+            texts[delta.index].append(delta.text)
+            choice.token_ids += delta.token_ids
+            if delta.logprobs is not None:
+                choice.logprobs = (choice.logprobs or []) + delta.logprobs
+            if delta.finish_reason is not None:
+                choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+    for choice, pieces in zip(choices, texts, strict=True):
+        choice.text = "".join(pieces)
+    return choices
