@@ -18,21 +18,25 @@ PRAGMA journal_mode = WAL;
 PRAGMA synchronous = OFF;
 BEGIN IMMEDIATE;
 CREATE TABLE IF NOT EXISTS responses (tenant TEXT, id TEXT, used INTEGER, body BLOB, UNIQUE (tenant, id));
-CREATE INDEX IF NOT EXISTS by_use ON responses (used);
-CREATE TABLE IF NOT EXISTS totals (number INTEGER, bytes INTEGER);
-INSERT INTO totals SELECT 0, 0 WHERE NOT EXISTS (SELECT * FROM totals);
+CREATE INDEX IF NOT EXISTS by_use ON responses (tenant, used);
+CREATE TABLE IF NOT EXISTS totals (tenant TEXT PRIMARY KEY, number INTEGER, bytes INTEGER);
 CREATE TRIGGER IF NOT EXISTS inserted AFTER INSERT ON responses BEGIN
-    UPDATE totals SET number = number + 1, bytes = bytes + length(new.body);
+    INSERT INTO totals VALUES (new.tenant, 1, length(new.body)) ON CONFLICT (tenant)
+        DO UPDATE SET number = number + 1, bytes = bytes + excluded.bytes;
 END;
 CREATE TRIGGER IF NOT EXISTS deleted AFTER DELETE ON responses BEGIN
-    UPDATE totals SET number = number - 1, bytes = bytes - length(old.body);
+    UPDATE totals SET number = number - 1, bytes = bytes - length(old.body) WHERE tenant = old.tenant;
+    DELETE FROM totals WHERE tenant = old.tenant AND number = 0;
 END;
 COMMIT;
 """
 _DELETE = "DELETE FROM responses WHERE tenant = ? AND id = ? RETURNING id"
 _USE = "UPDATE responses SET used = ? WHERE tenant = ? AND id = ?"
-_IS_FULL = "SELECT * FROM totals WHERE number > ? OR bytes > ?"
-_DELETE_OLDEST = "DELETE FROM responses WHERE rowid = (SELECT rowid FROM responses ORDER BY used LIMIT 1)"
+_HAS_TOO_MANY = "SELECT tenant FROM totals WHERE tenant = ? AND number > ?"
+_TAKES_MOST = "SELECT tenant FROM totals WHERE (SELECT sum(bytes) FROM totals) > ? ORDER BY bytes DESC LIMIT 1"
+_DELETE_OLDEST = """
+DELETE FROM responses WHERE rowid = (SELECT rowid FROM responses WHERE tenant = ? ORDER BY used LIMIT 1)
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +50,8 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Keeps the `max_responses` that were used last, as long as they take less than 256 MiB; a tenant finds only its
-    own. They are lost when the server stops.
+    """Keeps of each tenant, which finds only its own, the `max_responses` that were used last. When all together take
+    more than 256 MiB, the tenant that takes most loses its oldest. All are lost when the server stops.
 
     shared_folder: where the API workers of one server keep them together; None keeps them in this process.
     """
@@ -69,8 +73,10 @@ class ResponseStore:
                 self._run("BEGIN IMMEDIATE")
                 self._run(_DELETE, *row[:2])
                 self._run("INSERT INTO responses VALUES (?, ?, ?, ?)", *row)
-                while self._run(_IS_FULL, self.max_responses, self._max_bytes):
-                    self._run(_DELETE_OLDEST)
+                while found := (
+                    self._run(_HAS_TOO_MANY, tenant, self.max_responses) or self._run(_TAKES_MOST, self._max_bytes)
+                ):
+                    self._run(_DELETE_OLDEST, *found)
         except sqlite3.Error as error:
             logger.error("response %s could not be kept: %s", row[1], error)
             return False
@@ -90,7 +96,7 @@ class ResponseStore:
         return self._run(_DELETE, tenant, response_id) is not None
 
     def __len__(self) -> int:
-        row = self._run("SELECT number FROM totals")
+        row = self._run("SELECT coalesce(sum(number), 0) FROM totals")
         assert row is not None
         return row[0]
 

@@ -108,7 +108,7 @@ class ServerConfig:
     """How reasoning is told from the answer: "think", "none", or "auto", which reads the chat template."""
 
     max_stored_responses: int = 1000
-    """Responses kept for previous_response_id; the least recently used ones are dropped. 0 keeps none."""
+    """Responses kept of each tenant for previous_response_id; those used least recently are dropped. 0 keeps none."""
 
     metrics_prefix: str = "jaxllm:"
     """What the names of the metrics begin with; "vllm:" for dashboards made for vLLM."""

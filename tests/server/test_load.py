@@ -46,7 +46,7 @@ class Question:
                     (choice,) = httpx.Response(200, text=line[6:]).json()["choices"]
                     text += self._text(choice, "delta")
                     last = choice["finish_reason"] or last
-                elif line:
+                elif line and not line.startswith(":"):  # a comment, as the first token may be long in coming
                     assert line == "data: [DONE]"
         assert last == "length"
         return text

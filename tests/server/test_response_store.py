@@ -53,6 +53,20 @@ def test_a_response_takes_the_place_of_an_earlier_state_of_itself(make_store):
     assert len(store) == 2
 
 
+def test_no_tenant_pushes_out_what_is_anothers(make_store):
+    store = make_store(2, max_bytes=10_000)
+    store.put("quiet", stored("a"))
+    for number in range(5):
+        store.put("busy", stored(f"r{number}"))
+    assert (len(store), store.get("busy", "r4") is not None) == (3, True)
+    for number in range(5):  # Nor by their size: who takes most gives up its own.
+        store.put("busy", stored(f"large{number}", "x" * 6_000))
+    assert store.get("quiet", "a") == stored("a")
+    assert store.get("busy", "large4") is not None
+    assert store.delete("quiet", "a")
+    assert len(store) == 1
+
+
 def test_their_bytes_are_bounded(make_store):
     store = make_store(100, max_bytes=10_000)
     for number in range(20):
