@@ -188,6 +188,7 @@ def print_machine(found: dict[str, Any], date: str) -> None:
         f"copy {found['copy_bytes_per_s'] / 1e12:.2f} TB/s, bfloat16 product "
         f"{found['product_flops_per_s'] / 1e12:,.0f} TFLOP/s"
     )
+    print(f"XLA's options: {found['compiler_options']}")
     if found["others_on_it"]:
         print(f"other processes use this card: {found['others_on_it']}")
 

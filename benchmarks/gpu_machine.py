@@ -21,6 +21,7 @@ PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-c
 def describe() -> dict[str, Any]:
     """The device and the versions; measures nothing."""
     import jax
+    from gpu_timing import engine_options
 
     device = jax.devices()[0]
     limit = (device.memory_stats() or {}).get("bytes_limit") if device.platform == "gpu" else None
@@ -28,6 +29,7 @@ def describe() -> dict[str, Any]:
         "platform": device.platform,
         "device": device.device_kind,
         "memory_bytes": limit,
+        "compiler_options": engine_options(device),
         "versions": {name: version for name in PACKAGES if (version := _version(name)) is not None},
         "card": _nvidia_smi("driver_version,clocks.max.sm,clocks.max.mem,power.limit,temperature.gpu"),
         "others_on_it": _nvidia_smi("pid,process_name", query="compute-apps"),

@@ -5,6 +5,7 @@ inputs in different places of memory in turn. Programs follow each other without
 when the last is done. A call that is long against its launch is a program by itself.
 """
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -14,7 +15,12 @@ from statistics import median
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 from jax import Array, lax
+from jax.sharding import Mesh
+
+from jaxllm.engine.compiler_options import Options, compiler_options
+from jaxllm.scheduler.buckets import Bucket
 
 SAMPLES = 7
 SAMPLE_S = 0.05  # Of one sample, at least: a wait at its end of 20 µs is nothing then.
@@ -108,33 +114,44 @@ class Launcher:
     def __init__(self, calls: Calls):
         self._calls = calls
         self._state = calls.state
+        self._program = program(jax.devices()[0])
 
     def launch_one(self, i: int) -> Array:
-        calls = self._calls
-        place = calls.places[i % len(calls.places)]
-        out, self._state = _call_once(calls.attend, calls.q, self._state, calls.common, place)
-        return out
+        """A program of one call, in the i-th place."""
+        return self._launch(1, [self._calls.places[i % len(self._calls.places)]])
 
     def launch_rounds(self, num_rounds: int, num_calls: int, i: int) -> Array:
-        del i
+        """A program of so many rounds of so many calls."""
+        del i  # Each of them goes through all places.
+        return self._launch(num_rounds, [self._calls.places[j % len(self._calls.places)] for j in range(num_calls)])
+
+    def _launch(self, num_rounds: int, places: Sequence[Any]) -> Array:
         calls = self._calls
-        places = [calls.places[j % len(calls.places)] for j in range(num_calls)]
-        out, self._state = _call_in_rounds(calls.attend, num_rounds, calls.q, self._state, calls.common, places)
+        out, self._state = self._program(calls.attend, num_rounds, calls.q, self._state, calls.common, places)
         return out
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _call_once(attend: Attend, q: Array, state: Any, common: Any, place: Any) -> tuple[Array, Any]:
-    return attend(q, state, common, place)
+@functools.cache
+def program(device: jax.Device) -> Any:
+    """The jitted `_rounds`, compiled for the device as the engine compiles its steps."""
+    return jax.jit(_rounds, static_argnums=(0, 1), donate_argnums=3, compiler_options=engine_options(device))
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
-def _call_in_rounds(
+def engine_options(device: jax.Device) -> Options:
+    """What the engine tells XLA about a step on this device.
+
+    On a GPU that is to put loops and conditions into CUDA graphs, without which the host waits in each turn of a loop.
+    """
+    mesh = Mesh(np.array([[device]]), ("data", "model"))
+    return compiler_options(Bucket(num_tokens=64, num_seqs=64), mesh)
+
+
+def _rounds(
     attend: Attend, num_rounds: int, q: Array, state: Any, common: Any, places: Sequence[Any]
 ) -> tuple[Array, Any]:
-    def one_round(_: Array, carry: tuple[Array, Any]) -> tuple[Array, Any]:
+    def one_round(_: Any, carry: tuple[Array, Any]) -> tuple[Array, Any]:
         for place in places:
             carry = attend(*carry, common, place)
         return carry
 
-    return lax.fori_loop(0, num_rounds, one_round, (q, state))
+    return one_round(0, (q, state)) if num_rounds == 1 else lax.fori_loop(0, num_rounds, one_round, (q, state))
