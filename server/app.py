@@ -153,7 +153,9 @@ def create_app(
 
 def _chat_template(llm: AsyncLLM, config: ServerConfig) -> str | None:
     """The one in force; all of them, where the model has several for different uses."""
-    if config.chat_template is not None:
-        return Path(config.chat_template).read_text(encoding="utf-8")
+    from jaxllm.server.chat_templates import read_chat_template
+
+    if (template := read_chat_template(config)) is not None:
+        return template
     template = llm.tokenizer.chat_template
     return "\n".join(template.values()) if isinstance(template, dict) else template

@@ -60,6 +60,9 @@ class Board:
         self._words[first] = serves
         self._words[first + 1] = num_active
 
+    def serves(self, worker: int) -> bool:
+        return bool(self._words[_HEADER_WORDS + _WORKER_WORDS * worker])
+
     @property
     def num_serving(self) -> int:
         """API workers that serve."""

@@ -26,20 +26,14 @@ _GIVEN = frozenset(
 class ChatTemplates:
     """The model's chat template, or the operator's in its place, and those of requests where they are allowed.
 
-    Raises ConfigError if the operator's template is not one.
+    Raises what `read_chat_template` does.
     """
 
     def __init__(self, llm: "AsyncLLM", config: "ServerConfig", encoder: PromptEncoder) -> None:
         self._tokenizer = llm.tokenizer
         self._encoder = encoder
         self._allow_request_template = config.allow_request_chat_template
-        self._operators: str | None = None
-        if config.chat_template is not None:
-            self._operators = Path(config.chat_template).read_text(encoding="utf-8")
-            try:
-                _variables(self._operators)
-            except jinja2.TemplateError as error:
-                raise ConfigError(f"chat_template {config.chat_template} is not a Jinja template: {error}") from error
+        self._operators = read_chat_template(config)
         parameters = inspect.signature(self._tokenizer.apply_chat_template).parameters.values()
         self._taken = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD} | set(
             self._tokenizer.special_tokens_map
@@ -144,6 +138,18 @@ class ChatTemplates:
                 raise InvalidRequestError(
                     f"chat_template_kwargs has {name!r}, which the chat template does not read; those it reads: {known}"
                 )
+
+
+def read_chat_template(config: "ServerConfig") -> str | None:
+    """The operator's. Raises ConfigError if it is not a Jinja template."""
+    if config.chat_template is None:
+        return None
+    try:
+        template = Path(config.chat_template).read_text(encoding="utf-8")
+        _variables(template)
+    except (jinja2.TemplateError, OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template {config.chat_template} is not a Jinja template: {error}") from error
+    return template
 
 
 class _Generation(jinja2.ext.Extension):

@@ -92,7 +92,7 @@ class HttpWorker:
         parent alone obeys signals: a terminal's Ctrl-C and a service manager's SIGTERM reach all processes."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-        set_up_logging(self.config)
+        set_up_logging(self.config.log_format, self.config.log_level)
         assert self.shared_folder is not None
         board = Board(self.num_workers, self.shared_folder / "board")
         uvloop.run(self._serve_for_parent(address, board))

@@ -3,22 +3,23 @@
 import asyncio
 import dataclasses
 import logging
-import multiprocessing
 import resource
 import signal
 import socket
 import time
-from multiprocessing.context import SpawnProcess
+from functools import partial
 from pathlib import Path
 
 import uvloop
 
-from jaxllm import AsyncLLM, ConfigError, EngineConfig, EngineProcess
+from jaxllm import AsyncLLM, ConfigError, EngineConfig, EngineProcess, JaxLLMError
 from jaxllm.server.board import Board, Phase
+from jaxllm.server.chat_templates import read_chat_template
 from jaxllm.server.http_worker import HttpWorker
 from jaxllm.server.keys import ApiKeys
 from jaxllm.server.server_config import ServerConfig
-from jaxllm.server.server_logging import set_up_logging
+from jaxllm.server.server_logging import set_up_engine_logging, set_up_logging
+from jaxllm.server.worker_process import WorkerProcess
 
 logger = logging.getLogger("jaxllm.server")
 
@@ -27,7 +28,6 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _MAX_FILES = 65536
 _POLL_S = 0.05
 _END_S = 2.0  # in which processes end that were told to
-_RESTART_S = 1.0  # between starts of an API worker
 
 
 def serve(engine_config: EngineConfig, config: ServerConfig, *, engine: str = ENGINE) -> None:
@@ -35,10 +35,12 @@ def serve(engine_config: EngineConfig, config: ServerConfig, *, engine: str = EN
 
     engine: import path of what runs in the engine's process; see `EngineProcess`.
 
-    Raises ConfigError, also for a port that is in use, and what loading the model raises.
+    Raises ConfigError, also for a port that is in use, and what loading the model raises, and JaxLLMError if an API
+    worker ends before it could serve.
     """
-    set_up_logging(config)
+    set_up_logging(config.log_format, config.log_level)
     _allow_many_connections()
+    read_chat_template(config)  # Loading takes long: what is wrong is told before.
     keys = ApiKeys.load(config.api_keys_file, config.admin_key)
     engine_config = dataclasses.replace(engine_config, tenants=keys.tenants, default_tenant=keys.default_tenant)
     listeners = bind(config)
@@ -96,7 +98,8 @@ class _Supervisor:
 
     def __init__(self, config: ServerConfig, keys: ApiKeys, listeners: list[socket.socket], folder: Path) -> None:
         self._config = config
-        self._board = Board(config.api_workers, folder / "board")
+        self._board_path = folder / "board"
+        self._board = Board(config.api_workers, self._board_path)
         self._workers = [
             HttpWorker(
                 config=config,
@@ -116,7 +119,10 @@ class _Supervisor:
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._on_signal, signal.Signals(number).name)
         logger.info("loading %s", model)
-        engine_process.start()
+        config = self._config
+        engine_process.start(
+            partial(set_up_engine_logging, config.log_format, config.log_level, self._board_path, config.api_workers)
+        )
         self._task = asyncio.create_task(self._run(engine_process.address))
         try:
             await self._task
@@ -144,31 +150,19 @@ class _Supervisor:
 
     async def _run_workers(self, address: str) -> None:
         """Keeps a process for each API worker until the server ends."""
-        context = multiprocessing.get_context("spawn")
-
-        def start(worker: HttpWorker) -> SpawnProcess:
-            process = context.Process(target=worker.run, args=(address,), name=f"jaxllm-http-{worker.index}")
-            process.start()
-            return process
-
-        processes = [start(worker) for worker in self._workers]
-        started = [time.monotonic()] * len(processes)
+        processes = [WorkerProcess(worker, address, self._board) for worker in self._workers]
         try:
-            while any(process.is_alive() for process in processes) or self._board.phase < Phase.SHUTTING_DOWN:
-                for index, process in enumerate(processes):
-                    if process.is_alive() or self._board.phase >= Phase.SHUTTING_DOWN:
-                        continue
-                    self._board.set_worker(index, serves=False, num_active=0)
-                    if time.monotonic() - started[index] > _RESTART_S:
-                        logger.error("API worker %d ended with code %s; starting it again", index, process.exitcode)
-                        processes[index], started[index] = start(self._workers[index]), time.monotonic()
+            while self._board.phase < Phase.SHUTTING_DOWN or any(process.is_alive for process in processes):
+                if self._board.phase < Phase.SHUTTING_DOWN:
+                    for process in processes:
+                        process.keep()
                 await asyncio.sleep(_POLL_S)
+        except JaxLLMError:
+            self._board.phase = Phase.STOPPING  # which the other workers obey
+            raise
         finally:
             for process in processes:
-                process.join(0 if process.exitcode is not None else _END_S)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+                process.end(_END_S)
 
     def _on_signal(self, name: str) -> None:
         if not self._is_connected:

@@ -4,21 +4,41 @@ import json
 import logging
 import sys
 from datetime import UTC, datetime
+from pathlib import Path
 
-from jaxllm.server.server_config import ServerConfig
+from jaxllm.server.board import Board
 
 _TEXT = "%(asctime)s %(levelname)s %(message)s"
+_ENGINE_TEXT = "%(asctime)s %(levelname)s engine: %(message)s"
 
 
-def set_up_logging(config: ServerConfig) -> None:
-    """Sends the lines of jaxllm and uvicorn to stderr. The lines of requests come ready made in JSON."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if config.log_format == "json" else TextFormatter(_TEXT))
-    for name, level in (("jaxllm", config.log_level.upper()), ("uvicorn", "WARNING")):
+def set_up_logging(log_format: str, log_level: str) -> None:
+    """Sends the lines of jaxllm and uvicorn to stderr. The lines of requests come ready made in JSON.
+
+    log_format, log_level: as in `ServerConfig`.
+    """
+    handler = _handler(log_format, _TEXT)
+    for name, level in (("jaxllm", log_level.upper()), ("uvicorn", "WARNING")):
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.propagate = False
         logger.setLevel(level)
+
+
+def set_up_engine_logging(log_format: str, log_level: str, board_path: Path, num_workers: int) -> None:
+    """The same in the engine's process, with the warnings of what else runs there. Its level is that of the board, as
+    soon as that has one."""
+    handler = _handler(log_format, _ENGINE_TEXT)
+    board, level = Board(num_workers, board_path), logging.getLevelNamesMapping()[log_level.upper()]
+    handler.addFilter(lambda record: record.levelno >= (board.log_level or level))
+    logging.basicConfig(handlers=[handler], force=True)
+    logging.getLogger("jaxllm").setLevel(logging.DEBUG)
+
+
+def _handler(log_format: str, text: str) -> logging.Handler:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter(text))
+    return handler
 
 
 def set_log_level(level: int) -> None:
@@ -47,6 +67,7 @@ class JsonFormatter(logging.Formatter):
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "event": "log",
             "level": record.levelname.lower(),
+            "logger": record.name,
             "message": message,
         }
         if record.exc_info:

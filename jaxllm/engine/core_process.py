@@ -128,6 +128,7 @@ class LaunchOrder:
     error_path: where it writes why it cannot start: JSON, {"error": name of one of `jaxllm.errors`, "message": text}.
         None: a process that served before does not.
     folder: to be removed when the owner has gone, for it may have been killed; None if it is not the owner's.
+    at_start: called first.
     """
 
     config: EngineConfig
@@ -137,6 +138,7 @@ class LaunchOrder:
     folder: str | None
     sys_path: list[str]
     owner_pid: int
+    at_start: Callable[[], None] | None
 
 
 @dataclass
@@ -425,6 +427,8 @@ def main() -> None:
     logging.basicConfig(format="jaxllm engine: %(levelname)s: %(message)s")
     order: LaunchOrder = pickle.load(sys.stdin.buffer)
     sys.path[:] = order.sys_path
+    if order.at_start is not None:
+        order.at_start()
     ended = threading.Event()
     threading.Thread(target=_watch_owner, args=(order, ended), name="jaxllm-owner", daemon=True).start()
     try:

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from jaxllm.config import EngineConfig
@@ -49,6 +50,7 @@ class EngineProcess:
     ):
         self._config = config
         self._engine = engine
+        self._at_start: Callable[[], None] | None = None
         self.folder = None if address is not None else Path(tempfile.mkdtemp(prefix="jaxllm-"))
         self.address = address if address is not None else f"ipc://{self.folder}/core"
         path = os.fsencode(self.address.removeprefix("ipc://"))
@@ -71,9 +73,13 @@ class EngineProcess:
         process = self._process
         return process.pid if process is not None and process.poll() is None else None
 
-    def start(self) -> None:
-        """Starts the process and returns at once; `AsyncLLM.connect` waits until it is ready."""
+    def start(self, at_start: Callable[[], None] | None = None) -> None:
+        """Starts the process and returns at once; `AsyncLLM.connect` waits until it is ready.
+
+        at_start: what the process calls first, whenever it starts, as to set up its logging; it is pickled.
+        """
         assert self._watcher is None, "an EngineProcess starts once"
+        self._at_start = at_start
         self._error_path.unlink(missing_ok=True)
         self._spawn(is_first=True)
         self._watcher = threading.Thread(target=self._watch, name="jaxllm-engine-watcher", daemon=True)
@@ -105,6 +111,7 @@ class EngineProcess:
             folder=None if self.folder is None else str(self.folder),
             sys_path=sys.path,
             owner_pid=os.getpid(),
+            at_start=self._at_start,
         )
         with self._lock:
             if self._stopping.is_set():

@@ -70,7 +70,7 @@ async def abort(request: Request, body: AbortRequest) -> dict[str, bool]:
 
 @router.post("/log_level")
 async def log_level(request: Request, body: LogLevelRequest) -> dict[str, str]:
-    """Changes how much all API workers log, until the server ends."""
+    """Changes how much the API workers and the engine log, until the server ends."""
     level = logging.getLevelNamesMapping()[body.level.upper()]
     request.app.state.server.drain.board.log_level = level
     set_log_level(level)

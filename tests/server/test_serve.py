@@ -52,6 +52,30 @@ def test_logs_can_be_json(run_serve):
     assert next(line for line in lines if line["event"] == "request")["output_tokens"] == 3
 
 
+def test_the_engines_lines_are_as_those_of_the_server(run_serve):
+    """Also when its process has been started again."""
+    server = run_serve(log_format="json")
+
+    def engine_lines() -> list[dict]:
+        lines = [json.loads(line) for line in server.lines]
+        return [line for line in lines if line.get("logger") == "jaxllm.engine.core_process"]
+
+    def ask(prompt: str) -> int:
+        body = {"model": "stub", "prompt": prompt, "max_tokens": 3}
+        return httpx.post(server.url + "/v1/completions", json=body).status_code
+
+    assert ask("!raise") == 500
+    server.wait_for(engine_lines)
+    (line,) = engine_lines()
+    assert (line["level"], line["message"]) == ("error", "a step failed; the requests that were in it end")
+    assert "a defect in step" in line["exception"]
+    os.kill(next(p for p in server.find_processes()[1:] if "core_process" in " ".join(p.cmdline())).pid, signal.SIGKILL)
+    server.wait_for(lambda: httpx.get(server.url + "/ready").status_code == 503)
+    server.wait_for(lambda: httpx.get(server.url + "/ready").status_code == 200)
+    assert ask("!raise") == 500
+    server.wait_for(lambda: len(engine_lines()) == 2)
+
+
 @pytest.mark.parametrize("log_format", ["text", "json"])
 def test_keys_do_not_appear_in_logs_nor_answers(run_serve, tmp_path, log_format):
     key, wrong, admin = "sk-alice-0123456789", "sk-wrong-0123456789", "sk-admin-0123456789"
@@ -228,7 +252,7 @@ def test_a_worker_that_dies_is_started_again_and_the_others_go_on(run_serve):
         return sum("spawn_main" in " ".join(p.cmdline()) for p in server.find_processes()[1:])
 
     server.wait_for(lambda: num_alive() == 2)
-    server.wait_for(lambda: sum("starting it again" in line for line in server.lines) == 1)
+    server.wait_for(lambda: sum("it starts again" in line for line in server.lines) == 1)
     for _ in range(10):
         assert httpx.get(server.url + "/health", timeout=20).status_code == 200
     server.wait_for(lambda: httpx.get(server.url + "/load", timeout=20).json()["num_running"] == 0)
@@ -251,6 +275,14 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded():
             assert result.returncode == 2
             assert f"error: cannot listen on host '127.0.0.1', port {port}: Address already in use" in result.stderr
             assert "the engine is ready" not in result.stderr
+
+
+def test_a_bad_chat_template_is_told_before_anything_is_loaded(tmp_path):
+    (tmp_path / "bad.jinja").write_text("{% for message in messages %}{{ message")
+    result = run_command("smollm2-135m", "--port", "0", "--chat-template", str(tmp_path / "bad.jinja"))
+    assert result.returncode == 2
+    assert "bad.jinja is not a Jinja template" in result.stderr
+    assert "loading" not in result.stderr
 
 
 def test_a_model_that_is_not_there_is_told_in_one_line(tmp_path):
