@@ -9,8 +9,8 @@ from starlette.types import Receive, Scope, Send
 
 from jaxllm import OutputDelta
 from jaxllm.server.api_errors import ApiError
+from jaxllm.server.client_watch import ClientLeftError
 from jaxllm.server.deltas import DeltaSource
-from jaxllm.server.generation import ClientLeftError
 
 logger = logging.getLogger("jaxllm.server")
 

@@ -12,6 +12,7 @@ from fastapi import Request
 from jaxllm import OutputDelta, SamplingParams
 from jaxllm.server.api_errors import ApiError
 from jaxllm.server.call import Call
+from jaxllm.server.client_watch import ClientLeftError, ClientWatch
 from jaxllm.server.finished_request import FinishedRequest
 
 if TYPE_CHECKING:
@@ -20,13 +21,6 @@ if TYPE_CHECKING:
 
 
 _GRACE_S = 1.0  # for the engine to end by itself a request whose time is over
-
-
-class ClientLeftError(ApiError):
-    """The client has closed its connection. Nobody reads this answer."""
-
-    def __init__(self) -> None:
-        super().__init__(499, "the client closed the connection", code="client_left")
 
 
 class Generation:
@@ -45,6 +39,7 @@ class Generation:
         self,
         server: "Server",
         http_request: Request,
+        watch: ClientWatch,
         call: Call,
         stream: "OutputStream",
         params: SamplingParams,
@@ -53,7 +48,7 @@ class Generation:
         is_streamed: bool,
         resources: ExitStack,
     ) -> None:
-        """Use `start`. `stream` has begun; `resources` are given back at the end."""
+        """Use `start`. `stream` has begun; `resources` are given back at the end, and stop the watch."""
         self.request_id = stream.request_id
         self.params = params
         self.num_prompt_tokens = num_prompt_tokens
@@ -63,7 +58,6 @@ class Generation:
         self._call = call
         self._scope = http_request.scope
         self._is_streamed = is_streamed
-        self._client_left = False
         self._has_ended = False
         self._error: str | None = None
         self._finish_reasons: list[str | None] = [None] * params.n
@@ -74,7 +68,8 @@ class Generation:
         self._first_token: float | None = None
         self._stream = stream
         self._resources = resources
-        self._watcher = asyncio.create_task(self._watch(http_request))
+        self._watch = watch
+        watch.on_leave = self._end_unread
         self._is_overdue = False
         if call.timeout_s is not None:
             alarm = asyncio.get_running_loop().call_later(call.timeout_s + _GRACE_S, self._end_overdue)
@@ -108,7 +103,10 @@ class Generation:
             resources.enter_context(server.drain.request())
             _check_prompt(server, prompt_token_ids, params)
             try:
-                async with asyncio.timeout(call.longest_wait_s):  # The engine may be stuck, and keep no time.
+                # The engine may be stuck, and keep no time.
+                async with asyncio.timeout(call.longest_wait_s) as waiting:
+                    watch = ClientWatch(http_request, on_leave=lambda: waiting.reschedule(0.0))
+                    resources.callback(watch.stop)
                     stream = await server.llm.submit(
                         prompt_token_ids,
                         params,
@@ -121,10 +119,11 @@ class Generation:
                         streams=is_streamed if needs_pieces is None else needs_pieces,
                     )
             except TimeoutError:
-                raise _late_start(call) from None
+                raise (ClientLeftError() if watch.has_left else _late_start(call)) from None
             return cls(
                 server,
                 http_request,
+                watch,
                 call,
                 stream,
                 params,
@@ -182,7 +181,6 @@ class Generation:
         if self._has_ended:
             return
         self._has_ended = True
-        self._watcher.cancel()
         self.listen(_nobody)
         with self._resources:
             self._stream.close()
@@ -209,7 +207,7 @@ class Generation:
             self._first_token = _earlier(self._first_token, metrics.first_token_time)
         if reason in ("stop", "length"):
             return
-        raise ClientLeftError if self._client_left else self._failure(delta)
+        raise ClientLeftError if self._watch.has_left else self._failure(delta)
 
     def _failure(self, delta: OutputDelta) -> ApiError:
         match delta.finish_reason:
@@ -237,7 +235,7 @@ class Generation:
 
     def _early_end(self) -> ApiError:
         """Why the stream has ended before the choices have."""
-        if self._client_left:
+        if self._watch.has_left:
             return ClientLeftError()
         if self._is_overdue:
             self._finish_reasons = [reason or "timeout" for reason in self._finish_reasons]
@@ -250,11 +248,8 @@ class Generation:
             self._is_overdue = True
             self._stream.close()  # which the reader hears
 
-    async def _watch(self, http_request: Request) -> None:
-        """Waits for the end of the connection: the body has been read, so nothing else can come."""
-        while (await http_request.receive())["type"] != "http.disconnect":
-            pass
-        self._client_left = True
+    def _end_unread(self) -> None:
+        """The client has left."""
         self._stream.close()  # which the reader hears, if there is one
         self.close()
 

@@ -171,6 +171,18 @@ def test_reasoning_is_told_from_the_answer(start_stub):
     assert opened["choices"][0]["message"]["reasoning_content"] == "Hm."
 
 
+def test_tokens_of_reasoning_are_counted_where_it_is_told_from_the_answer(start_stub, stub_server):
+    server = start_stub(reasoning_parser="think")
+    messages = say("<think>Hm.</think>Yes")
+    details = {"reasoning_tokens": 3}  # a token is a byte here
+    assert answer(server, messages)["usage"]["completion_tokens_details"] == details
+    assert answer(server, messages, n=2)["usage"]["completion_tokens_details"] == {"reasoning_tokens": 6}
+    response = post(server, messages, stream=True, stream_options={"include_usage": True})
+    usage = json.loads(response.text.split("\n\n")[-3].removeprefix("data: "))["usage"]
+    assert usage["completion_tokens_details"] == details
+    assert "completion_tokens_details" not in answer(stub_server, messages)["usage"]
+
+
 def test_variables_of_the_template(stub_server):
     prompt = "[user]hi[assistant]<think>"
     whole = answer(stub_server, max_tokens=len(prompt), chat_template_kwargs={"enable_thinking": True})

@@ -7,8 +7,8 @@ import pytest
 
 from jaxllm import OutputDelta
 from jaxllm.server.api_errors import ApiError
+from jaxllm.server.client_watch import ClientLeftError
 from jaxllm.server.event_stream import KEEP_ALIVE, EventStream
-from jaxllm.server.generation import ClientLeftError
 
 
 class Source:

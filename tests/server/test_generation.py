@@ -10,9 +10,10 @@ from jaxllm import OutputDelta, RequestMetrics, SamplingParams
 from jaxllm.server.api_errors import ApiError
 from jaxllm.server.board import Phase
 from jaxllm.server.call import Call
+from jaxllm.server.client_watch import ClientLeftError
 from jaxllm.server.deltas import deltas, gather
 from jaxllm.server.drain import Drain
-from jaxllm.server.generation import ClientLeftError, Generation
+from jaxllm.server.generation import Generation
 from jaxllm.server.generation_group import GenerationGroup
 from jaxllm.server.keys import Caller
 from jaxllm.server.server_config import ServerConfig
@@ -334,6 +335,20 @@ def test_an_engine_that_takes_nothing_in_is_not_waited_for():
         world.server.llm.submit = lambda *args, **options: asyncio.Event().wait()
         with refused(503, "queue_timeout", "did not start in time"):
             await world.start(timeout_s=0.05)
+        assert world.server.drain.num_active == 0
+
+    asyncio.run(run())
+
+
+def test_a_client_that_leaves_before_the_engine_takes_its_request_in_waits_for_nothing():
+    async def run() -> None:
+        world = World()
+        world.server.llm.submit = lambda *args, **options: asyncio.Event().wait()
+        starting = asyncio.create_task(world.start(timeout_s=1000.0))
+        await asyncio.sleep(0.01)
+        world.client_leaves.set()
+        with pytest.raises(ClientLeftError):
+            await asyncio.wait_for(starting, 5.0)
         assert world.server.drain.num_active == 0
 
     asyncio.run(run())
