@@ -7,6 +7,7 @@ from typing import Any
 from tpu_workload import Workload
 
 OURS = "gpu"
+PLAUSIBLE_SHARE = 1.15  # A copy also writes, which costs more than reading; nothing else makes attention the faster.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +137,18 @@ def describe(verdict: Verdict) -> str:
     if verdict.num_missing:
         line += f"; {verdict.num_missing} without a figure"
     return line
+
+
+def implausible(measured: Sequence[Measured], machine: Machine) -> Iterator[str]:
+    """A line for each figure that is beyond the machine: then a cache has answered, or less was done than was asked."""
+    for each in measured:
+        for system in each.figures:
+            share = each.share(system, machine)
+            if share is not None and share > PLAUSIBLE_SHARE:
+                yield (
+                    f"IMPLAUSIBLE   {system}, {each.step.num_heads}/{each.step.num_kv_heads} heads, batch "
+                    f"{each.step.num_seqs}, {each.step.kv_len:,} tokens: {share:.2f} of what the machine reaches"
+                )
 
 
 def as_json(verdict: Verdict) -> Mapping[str, Any]:

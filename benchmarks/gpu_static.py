@@ -41,6 +41,8 @@ def main() -> None:
 
 def compile_kernels(cards: Sequence[str], models: Sequence[str], page_size: int) -> list[dict[str, Any]]:
     """The figures of each program, or its "error", for each card and shape of heads."""
+    if not PLUGIN.is_dir():
+        raise SystemExit(f"there is no {PLUGIN} with JAX's plugin for CUDA, to compile without a GPU: `make cuda`")
     shapes: dict[tuple[int, int, int], list[str]] = {}
     for model in models:
         shapes.setdefault(HEADS[model], []).append(model)

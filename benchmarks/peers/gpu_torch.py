@@ -1,9 +1,10 @@
-"""Attention in torch as gpu_attention.py measures it: scaled_dot_product_attention, and FlashInfer over pages.
+"""Attention in torch as gpu_attention.py measures it: scaled_dot_product_attention; FlashInfer and vLLM over pages.
 
 A child of gpu_attention.py (see gpu_jobs.py): `python gpu_torch.py SYSTEM JOBS_FILE`, with a Python that has torch; it
 needs nothing else. Calls are timed as in gpu_timing.py, but in a CUDA graph in place of a program.
 """
 
+import importlib.util
 import json
 import sys
 import time
@@ -32,6 +33,7 @@ KEY_STD = 16.0  # As in gpu_jax.py, and for its reason.
 SAMPLE_S = 0.05
 LATENCY_SAMPLES = 20
 WORKSPACE_BYTES = 256 << 20
+VLLM_SEGMENTS = 16  # Of a sequence, as vLLM takes on Hopper.
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,50 @@ def flashinfer(job: Job, device: str) -> Variants:
         yield name, Calls(lambda q, wrapper: wrapper.run(q, cache), q, places)
 
 
-SYSTEMS = {"torch": sdpa, "flashinfer": flashinfer}
+def vllm(job: Job, device: str) -> Variants:
+    """Its Triton kernel, K and V apart [page, page_size, K, H]; decodes with sequences in segments too, or whole."""
+    from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+
+    step = job.step
+    S, N, K, H = step.num_seqs, step.num_heads, step.num_kv_heads, step.head_dim
+    shape = (job.num_pages, step.page_size, K, H)
+    k_pages, v_pages = KEY_STD * _normal(shape, device), _normal(shape, device)
+    pages = torch.randperm(job.num_pages - 1)[: job.num_places * S * step.pages_per_seq] + 1
+    tables = pages.reshape(job.num_places, S, step.pages_per_seq).to(device, torch.int32)
+    options = {
+        "k": k_pages,
+        "v": v_pages,
+        "cu_seqlens_q": torch.arange(S + 1, dtype=torch.int32, device=device) * step.q_len,
+        "max_seqlen_q": step.q_len,
+        "seqused_k": torch.full((S,), step.kv_len, dtype=torch.int32, device=device),
+        "max_seqlen_k": step.kv_len,
+        "softmax_scale": H**-0.5,
+        "causal": True,
+        "window_size": (-1, -1),
+        "softcap": 0.0,
+        **dict.fromkeys(("q_descale", "k_descale", "v_descale")),
+    }
+    variants: dict[str, dict[str, Any]] = {"whole": {}}
+    if job.is_decode:
+        parts = (S, N, VLLM_SEGMENTS)
+        scratch = [torch.empty(size, device=device) for size in ((*parts, H), parts, parts)]
+        names = ("softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum")
+        variants["segments"] = {
+            "seq_threshold_3D": S,
+            "num_par_softmax_segments": VLLM_SEGMENTS,
+            **dict(zip(names, scratch, strict=True)),
+        }
+    for name, more in variants.items():
+
+        def call(q: torch.Tensor, table: torch.Tensor, more: dict[str, Any] = more) -> torch.Tensor:
+            out = torch.empty_like(q)
+            unified_attention(q=q, out=out, block_table=table, **options, **more)
+            return out
+
+        yield name, Calls(call, _normal((step.num_tokens, N, H), device), list(tables))
+
+
+SYSTEMS = {"torch": sdpa, "flashinfer": flashinfer, "vllm": vllm}
 
 
 @torch.inference_mode()
@@ -177,11 +222,8 @@ def main() -> None:
 def _unavailable(system: str) -> str | None:
     if not torch.cuda.is_available():
         return f"torch {torch.__version__} has no CUDA device"
-    if system == "flashinfer":
-        try:
-            import flashinfer  # noqa: F401
-        except ImportError as error:
-            return f"flashinfer cannot be imported: {error}"
+    if system != "torch" and importlib.util.find_spec(system) is None:
+        return f"{sys.executable} has no {system}"
     return None
 
 
