@@ -17,7 +17,8 @@ scores and outputs; each also as a part of what a large copy, and a large produc
 
 Pages lie anywhere. Keys and values of successive calls lie in different places, so that the L2 cache does not answer
 (gpu_steps.py); many calls make a program, so that launches are not measured (gpu_timing.py); the time of one call alone
-is shown as latency. Each system runs in a process of its own, whose failure leaves the others (gpu_jobs.py).
+is shown as latency. Each system runs in a process of its own, whose failure leaves the others (gpu_jobs.py). XLA gets
+the options that the engine gives it; $XLA_FLAGS goes before them.
 
 Where there is no GPU, the same kernels are compiled for the card of --card, and what they take of it is printed
 (gpu_static.py).
@@ -128,6 +129,8 @@ def measure_on_gpu(args: argparse.Namespace, record: dict[str, Any], deadline: f
     verdicts = list(judge(measured, machine))
     for line in [*map(describe, verdicts), *implausible(measured, machine)]:
         print(line)
+    if any("error" in program for program in record.get("check", [])):
+        print("WRONG         numerics, as said above: these are the figures of kernels that are not right")
     record["bars"] = [as_json(verdict) for verdict in verdicts]
     write(record, args.json)
 

@@ -20,6 +20,8 @@ PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-c
 
 def describe() -> dict[str, Any]:
     """The device and the versions; measures nothing."""
+    others = _nvidia_smi("pid,process_name", query="compute-apps")  # Before JAX makes this process one of them.
+
     import jax
     from gpu_timing import engine_options
 
@@ -32,7 +34,7 @@ def describe() -> dict[str, Any]:
         "compiler_options": engine_options(device),
         "versions": {name: version for name in PACKAGES if (version := _version(name)) is not None},
         "card": _nvidia_smi("driver_version,clocks.max.sm,clocks.max.mem,power.limit,temperature.gpu"),
-        "others_on_it": _nvidia_smi("pid,process_name", query="compute-apps"),
+        "others_on_it": others,
     }
 
 
