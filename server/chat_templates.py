@@ -1,6 +1,8 @@
 """From a conversation to the prompt that the model was trained on."""
 
 import inspect
+import re
+import secrets
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -14,6 +16,8 @@ from jaxllm import ConfigError, InvalidRequestError
 from jaxllm.server.prompt_encoder import PromptEncoder
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
     from jaxllm import AsyncLLM
     from jaxllm.server.server_config import ServerConfig
 
@@ -34,6 +38,7 @@ class ChatTemplates:
         self._encoder = encoder
         self._allow_request_template = config.allow_request_chat_template
         self._operators = read_chat_template(config)
+        self._control_tokens = _pattern_of_control_tokens(self._tokenizer)
         parameters = inspect.signature(self._tokenizer.apply_chat_template).parameters.values()
         self._taken = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD} | set(
             self._tokenizer.special_tokens_map
@@ -48,7 +53,8 @@ class ChatTemplates:
         kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
     ) -> tuple[str, list[int]]:
-        """The prompt and its token ids.
+        """The prompt and its token ids. A control token of the model that somebody has written into a message, a tool
+        or a variable is text: nobody ends their turn with it, or speaks as somebody else.
 
         Args:
           messages: each with "role", "content" (a text), and what else the template reads. The role "developer" becomes
@@ -61,10 +67,18 @@ class ChatTemplates:
         Raises InvalidRequestError: there is no template, a request's own is not allowed, it has no use for
         `tools` or one of the `kwargs`, or it does not accept the conversation.
         """
+        cut = secrets.token_hex(16)  # A text that is tokenized in two parts is no control token.
         text = self.render_text(
-            messages, tools=tools, template=template, kwargs=kwargs, add_generation_prompt=add_generation_prompt
+            self._cut_control_tokens(messages, cut),
+            tools=self._cut_control_tokens(tools, cut),
+            template=template,
+            kwargs=self._cut_control_tokens(kwargs, cut),
+            add_generation_prompt=add_generation_prompt,
         )
-        return text, await self._encoder.encode(text, name="the conversation", add_special_tokens=False)
+        parts, token_ids = text.split(cut), list[int]()
+        for part in parts:
+            token_ids += await self._encoder.encode(part, name="the conversation", add_special_tokens=False)
+        return "".join(parts), token_ids
 
     def render_text(
         self,
@@ -109,6 +123,23 @@ class ChatTemplates:
             return variable in _variables(self._choose(None, None))
         except (InvalidRequestError, jinja2.TemplateError):
             return False
+
+    def _cut_control_tokens[T](self, value: T, cut: str) -> T:
+        """The same with `cut` after the first character of each control token in its texts."""
+        if self._control_tokens is None:
+            return value
+
+        def copy(value: Any) -> Any:
+            match value:
+                case str():
+                    return self._control_tokens.sub(lambda found: f"{found[0][0]}{cut}{found[0][1:]}", value)
+                case Mapping():
+                    return {copy(key): copy(item) for key, item in value.items()}
+                case list() | tuple():
+                    return [copy(item) for item in value]
+            return value
+
+        return copy(value)
 
     def _choose(self, template: str | None, tools: Sequence[Any] | None) -> str:
         if template is not None:
@@ -160,6 +191,12 @@ class _Generation(jinja2.ext.Extension):
     def parse(self, parser: Any) -> Any:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _pattern_of_control_tokens(tokenizer: "PreTrainedTokenizerFast") -> re.Pattern[str] | None:
+    """None if it has none."""
+    tokens = sorted((token.content for token in tokenizer.added_tokens_decoder.values() if token.special), key=len)
+    return re.compile("|".join(map(re.escape, reversed(tokens)))) if tokens else None
 
 
 @lru_cache(maxsize=64)
