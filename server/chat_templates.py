@@ -126,13 +126,14 @@ class ChatTemplates:
 
     def _cut_control_tokens[T](self, value: T, cut: str) -> T:
         """The same with `cut` after the first character of each control token in its texts."""
-        if self._control_tokens is None:
+        control_tokens = self._control_tokens
+        if control_tokens is None:
             return value
 
         def copy(value: Any) -> Any:
             match value:
                 case str():
-                    return self._control_tokens.sub(lambda found: f"{found[0][0]}{cut}{found[0][1:]}", value)
+                    return control_tokens.sub(lambda found: f"{found[0][0]}{cut}{found[0][1:]}", value)
                 case Mapping():
                     return {copy(key): copy(item) for key, item in value.items()}
                 case list() | tuple():
