@@ -13,6 +13,9 @@ _GPU: Options = {
     # It would hand a part of the packed batch to a kernel as it lies there, and Mosaic GPU's kernels refuse what does
     # not lie at a multiple of 16 bytes.
     "xla_gpu_enable_dynamic_slice_fusion": False,
+    # XLA saves memory by computing things twice, products of matrices too, once a program's arguments take 80% of the
+    # device's. Ours do so on purpose: the KV cache gets what the temporaries leave.
+    "xla_disable_hlo_passes": "rematerialization",
 }
 # The whole step in one CUDA graph: what it leaves out is launched by the host, which for a condition or a loop waits
 # for the device. What several GPUs send each other is not in graphs by default, and that stays so. See docs/gpu.md.

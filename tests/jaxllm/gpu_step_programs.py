@@ -1,7 +1,8 @@
 """A script for `compile_in_child`: Llama-3.1-8B's step compiled for an H200, by the runner that serves it.
 
-It gets the options of EngineConfig, num_layers, and memory_bytes in place of num_pages; it prints what it sees of each
-program (`describe`) and the kernels' figures. See test_gpu_step.
+It gets the options of EngineConfig, num_layers, memory_bytes in place of num_pages, and card_bytes, the memory of the
+card, if that is not an H200's; it prints what it sees of each program (`describe`) and the kernels' figures. See
+test_gpu_step.
 """
 
 import dataclasses
@@ -33,8 +34,12 @@ from jaxllm.scheduler.buckets import Bucket  # noqa: E402
 CARD = "h200"
 
 
-def make_runner(*, num_layers: int, memory_bytes: int | None = None, **options) -> Runner:
+def make_runner(
+    *, num_layers: int, memory_bytes: int | None = None, card_bytes: int | None = None, **options
+) -> Runner:
     """With the programs that it makes at once: the largest, and that for decodes."""
+    if card_bytes is not None:
+        CARDS[CARD] = dataclasses.replace(CARDS[CARD], memory_bytes=card_bytes)
     if memory_bytes is not None:
         runner_module.memory_limit_bytes = lambda *_: memory_bytes
     hf = LLAMA_8B | {"num_hidden_layers": num_layers}

@@ -11,7 +11,8 @@ from gpu_compilation import compile_in_child
 
 SCRIPT = Path(__file__).with_name("gpu_step_programs.py")
 H200_BYTES = 141e9  # https://www.nvidia.com/en-us/data-center/h200/
-QUICK = {"num_layers": 2, "num_pages": 4096, "max_num_seqs": 32, "max_num_batched_tokens": 256}
+# The arguments have 5.1 GB: so little room is left beside them that XLA would save memory, if we let it.
+QUICK = {"num_layers": 2, "num_pages": 4096, "max_num_seqs": 32, "max_num_batched_tokens": 256, "card_bytes": 6 * 10**9}
 WHOLE = {"num_layers": 32, "memory_bytes": int(0.9 * H200_BYTES)}
 KERNELS = {
     True: {"write": 1, "packed": 1, "combine": 1},  # Of each layer, in the program for decodes
@@ -32,9 +33,9 @@ def check_the_step_is_one_graph(thunks: dict, num_custom_calls: int) -> None:
     assert thunks["kinds"].get("kCustomCall", 0) == num_custom_calls
 
 
-def check_products(program: dict) -> None:
-    # Of a layer: queries, keys and values, in one or two; the output's; gate, up and down. And the logits.
-    assert 5 * program["num_layers"] < sum(program["products"].values()) <= 7 * program["num_layers"] + 1
+def check_products_are_made_once(program: dict) -> None:
+    # Of a layer: queries, keys and values in one; the rotations; the output's; gate, up and down. And the logits.
+    assert sum(program["products"].values()) == 6 * program["num_layers"] + 1
 
 
 def check_with_kernels(found: dict) -> None:
@@ -43,7 +44,7 @@ def check_with_kernels(found: dict) -> None:
     for program in found["programs"]:
         assert program["implementation"] == "gpu"
         check_caches_are_updated_in_place(program)
-        check_products(program)
+        check_products_are_made_once(program)
         of_layer = KERNELS[program["is_decode_only"]]
         assert program["kernels"] == {
             f"paged_attention_{name}": n * program["num_layers"] for name, n in of_layer.items()
