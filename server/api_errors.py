@@ -133,7 +133,10 @@ def error_response(scope: Scope, error: ApiError) -> JSONResponse:
     server.metrics.refused(error.status)
     if not scope.get("jaxllm.is_logged"):
         server.log.refused(
-            endpoint=scope["path"], request_id=scope["request_id"], status=error.status, message=error.logged
+            endpoint=_shortened(scope["path"]),
+            request_id=scope["request_id"],
+            status=error.status,
+            message=error.logged,
         )
     body = error.anthropic_body() if scope["path"].startswith(_ANTHROPIC_PATH) else error.body()
     return JSONResponse(body, error.status, error.headers)
@@ -155,7 +158,7 @@ def add_error_handlers(app: FastAPI) -> None:
         api_error = ApiError.of(error)
         if type(error) is HTTPException and error.status_code in (404, 405):  # Starlette's, which names neither
             allowed = f"; it takes {error.headers['Allow']}" if error.headers else ""
-            api_error.message = f"there is no {request.method} {request.url.path} here{allowed}"
+            api_error.message = f"there is no {request.method} {_shortened(request.url.path)} here{allowed}"
         return error_response(request.scope, api_error)
 
     for kind in (HTTPException, RequestValidationError, InvalidRequestError, OverloadedError, EngineDeadError):
@@ -208,11 +211,15 @@ def _of_validation(errors: Sequence[Any]) -> ApiError:
             message = first["msg"].removeprefix("Value error, ") + more
             if param:
                 logged = f"{param}: {message}"  # Values are what somebody said.
-                message = f"{param} is {_shown(first.get('input'))}: {message}"
+                message = f"{param} is {shown(first.get('input'))}: {message}"
                 return ApiError(400, message, param=param, logged=logged)
     return ApiError(400, message, param=param or None)
 
 
-def _shown(value: Any) -> str:
-    text = _SHORT.repr(value)
+def shown(value: Any) -> str:
+    """A value that a client has sent, in a message about it: no longer than a line."""
+    return _shortened(_SHORT.repr(value))
+
+
+def _shortened(text: str) -> str:
     return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "…"

@@ -9,10 +9,10 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from jaxllm import AsyncLLM, __version__
-from jaxllm.server.api_errors import ApiError, UnexpectedErrors, add_error_handlers, documented_errors
+from jaxllm.server.api_errors import ApiError, UnexpectedErrors, add_error_handlers, documented_errors, shown
 from jaxllm.server.drain import Drain
 from jaxllm.server.keys import ApiKeys
-from jaxllm.server.limits import BodyLimit, RequestId
+from jaxllm.server.limits import BodyLimit, HeadAsGet, RequestId
 from jaxllm.server.server_config import ServerConfig
 from jaxllm.server.watchdog import Watchdog
 
@@ -60,7 +60,7 @@ class Server:
         if name not in self.model_names:
             known = ", ".join(map(repr, self.model_names))
             raise ApiError(
-                404, f"there is no model {name!r}; this server has {known}", param="model", code="model_not_found"
+                404, f"there is no model {shown(name)}; this server has {known}", param="model", code="model_not_found"
             )
 
     def finished(self, request: "FinishedRequest") -> None:
@@ -138,6 +138,7 @@ def create_app(
         module = import_module(f"jaxllm.server.routes.{name}")
         app.include_router(module.router, responses=documented_errors(f"/v1/{name}"))
     app.add_middleware(UnexpectedErrors)
+    app.add_middleware(HeadAsGet)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
     if config.cors_origins:
         app.add_middleware(

@@ -89,6 +89,8 @@ def _number[T: (int, float)](headers: Headers, name: str, kind: type[T]) -> T | 
     if (text := headers.get(name)) is None:
         return None
     try:
+        if "_" in text or not text.isascii():  # which Python would read
+            raise ValueError
         return kind(text)
     except ValueError:
         words = "an integer" if kind is int else "a number of seconds"

@@ -28,6 +28,7 @@ class ClientWatch:
 
     def stop(self) -> None:
         """It is of no interest any more."""
+        self.on_leave = _nobody  # which otherwise would keep alive what keeps this alive
         self._task.cancel()
 
     async def _watch(self, http_request: Request) -> None:
@@ -35,3 +36,7 @@ class ClientWatch:
             pass
         self.has_left = True
         self.on_leave()
+
+
+def _nobody() -> None:
+    """Nobody wants to know."""

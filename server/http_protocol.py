@@ -1,9 +1,13 @@
 """The HTTP connection: uvicorn's, with limits on clients that are slow on purpose."""
 
 import asyncio
+import re
+import sys
+from functools import partial
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.types import Message, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 _MAX_HEADER_BYTES = 64 * 1024
 _LATE = b'{"error":{"message":"the headers took too long to come","type":"timeout_error","param":null,"code":null}}'
@@ -11,6 +15,8 @@ _LARGE = (
     b'{"error":{"message":"the request line and headers are too large","type":"invalid_request_error","param":null,'
     b'"code":null}}'
 )
+_INVALID = b'{"error":{"message":"this is not HTTP","type":"invalid_request_error","param":null,"code":null}}'
+_UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -20,7 +26,8 @@ class GuardedProtocol(HttpToolsProtocol):
       byte (408), or are larger than 64 KiB (431);
     - whose client has taken nothing for `send_timeout_s` of what waits to be sent.
 
-    Between requests uvicorn's keep-alive timeout holds.
+    Between requests uvicorn's keep-alive timeout holds. Clients of HTTP/1.0 get no chunks; those that offer HTTP/2 or
+    WebSocket get HTTP/1.1.
     """
 
     def __init__(self, *args: Any, header_timeout_s: float, send_timeout_s: float, **options: Any) -> None:
@@ -41,6 +48,10 @@ class GuardedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._header_timer is not None or self.cycle is None or self.cycle.response_complete:
+            # Nothing is upgraded here. To the parser, the offer would be the end of the request, before its body.
+            head, end, rest = data.partition(b"\r\n\r\n")
+            data = _UPGRADE.sub(b"\r\nx-upgrade:", head) + end + rest
         super().data_received(data)
         if self._header_timer is not None:
             self._num_header_bytes += len(data)
@@ -55,6 +66,11 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._stop_header_timer()
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            self.cycle.send = partial(_send_without_chunks, self.cycle, self.cycle.send)  # type: ignore[method-assign]
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(b"400 Bad Request", _INVALID)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -103,3 +119,13 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._send_timer is not None:
             self._send_timer.cancel()
             self._send_timer = None
+
+
+async def _send_without_chunks(cycle: RequestResponseCycle, send: Send, message: Message) -> None:
+    """An answer whose length is not known ends with the connection."""
+    if message["type"] == "http.response.start":
+        if all(name.lower() != b"content-length" for name, _ in message["headers"]):
+            cycle.chunked_encoding, cycle.expected_content_length = False, sys.maxsize
+    elif not message.get("more_body", False) and cycle.expected_content_length > sys.maxsize // 2:
+        cycle.expected_content_length = len(message["body"])
+    await send(message)

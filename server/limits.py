@@ -42,6 +42,17 @@ class RequestId:
         await self._app(scope, receive, send_with_id)
 
 
+class HeadAsGet:
+    """Answers HEAD as GET; the HTTP server leaves the body out."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_head = scope["type"] == "http" and scope["method"] == "HEAD"
+        await self._app({**scope, "method": "GET"} if is_head else scope, receive, send)
+
+
 class BodyLimit:
     """Reads a request's body before the route is called: at most `max_bytes`, within `timeout_s`, and only from those
     whose key is known, where keys are asked for. No route that takes a body is open to others."""

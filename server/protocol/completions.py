@@ -31,13 +31,15 @@ def _prompts(value: Any) -> list[Prompt]:
     if len(value) > MAX_PROMPTS:
         message = "there are {given} prompts; a request may have {limit}"
         raise PydanticCustomError("prompt", message, {"given": len(value), "limit": MAX_PROMPTS})
-    if all(isinstance(prompt, str) for prompt in value):
-        return [check_unicode(prompt) for prompt in value]
+    are_texts = isinstance(value[0], str)
     for number, prompt in enumerate(value):
-        if not (_is_token_ids(prompt) or prompt == []):
-            message = "number {number} is neither token ids (integers) nor, like the others, a text"
-            raise PydanticCustomError("prompt", message, {"number": number})
-    return value
+        if not (isinstance(prompt, str) if are_texts else _is_token_ids(prompt) or prompt == []):
+            kind = "a text" if are_texts else "a list of token ids, which are integers"
+            like = ", like those before it" if number else ""
+            raise PydanticCustomError(
+                "prompt", "number {number} is not {kind}{like}", {"number": number, "kind": kind, "like": like}
+            )
+    return [check_unicode(prompt) for prompt in value] if are_texts else value
 
 
 def _is_token_ids(value: Any) -> bool:

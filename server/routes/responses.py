@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
 from jaxllm import OutputDelta, SamplingParams
-from jaxllm.server.api_errors import ApiError
+from jaxllm.server.api_errors import ApiError, shown
 from jaxllm.server.call import CALL_HEADERS, Call, read_call
 from jaxllm.server.conversation import Conversation
 from jaxllm.server.deltas import deltas
@@ -239,7 +239,9 @@ def _find(server: "Server", caller: Caller, response_id: str, *, param: str = "r
         kept = f"the {limit:,} used last are kept, unless they had store: false"
     else:
         kept = "this server keeps none (--max-stored-responses 0)"
-    raise ApiError(404, f"there is no response {response_id!r} here; {kept}", param=param, code="response_not_found")
+    raise ApiError(
+        404, f"there is no response {shown(response_id)} here; {kept}", param=param, code="response_not_found"
+    )
 
 
 def _new_response(server: "Server", body: ResponseRequest, params: SamplingParams) -> dict[str, Any]:
