@@ -124,23 +124,19 @@ class ChatTemplates:
         except (InvalidRequestError, jinja2.TemplateError):
             return False
 
-    def _cut_control_tokens[T](self, value: T, cut: str) -> T:
+    def _cut_control_tokens(self, value: Any, cut: str) -> Any:
         """The same with `cut` after the first character of each control token in its texts."""
-        control_tokens = self._control_tokens
-        if control_tokens is None:
-            return value
-
-        def copy(value: Any) -> Any:
-            match value:
-                case str():
-                    return control_tokens.sub(lambda found: f"{found[0][0]}{cut}{found[0][1:]}", value)
-                case Mapping():
-                    return {copy(key): copy(item) for key, item in value.items()}
-                case list() | tuple():
-                    return [copy(item) for item in value]
-            return value
-
-        return copy(value)
+        match value:
+            case str() if self._control_tokens is not None:
+                return self._control_tokens.sub(lambda found: f"{found[0][0]}{cut}{found[0][1:]}", value)
+            case Mapping():
+                return {
+                    self._cut_control_tokens(key, cut): self._cut_control_tokens(item, cut)
+                    for key, item in value.items()
+                }
+            case list() | tuple():
+                return [self._cut_control_tokens(item, cut) for item in value]
+        return value
 
     def _choose(self, template: str | None, tools: Sequence[Any] | None) -> str:
         if template is not None:

@@ -24,12 +24,15 @@ class ClientWatch:
     def __init__(self, http_request: Request, on_leave: Callable[[], None]) -> None:
         self.has_left = False
         self.on_leave = on_leave
-        self._task = asyncio.create_task(self._watch(http_request))
+        self._task: asyncio.Task[None] | None = asyncio.create_task(self._watch(http_request))
 
     def stop(self) -> None:
-        """It is of no interest any more."""
-        self.on_leave = _nobody  # which otherwise would keep alive what keeps this alive
-        self._task.cancel()
+        """It is of no interest any more. Nothing is kept that keeps this alive: a request and its connection need not
+        wait for the garbage collector."""
+        self.on_leave = _nobody
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
 
     async def _watch(self, http_request: Request) -> None:
         while (await http_request.receive())["type"] != "http.disconnect":

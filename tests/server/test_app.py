@@ -1,13 +1,17 @@
 """The application: the endpoints around generation, and the shape of every error."""
 
+import gc
+import itertools
 import logging
 import shutil
 import ssl
 import subprocess
+import time
 
 import httpx
 import openai
 import pytest
+from raw_http import connect, post, read_all
 from streaming_client import Streaming
 
 import jaxllm
@@ -325,3 +329,33 @@ def test_the_api_describes_itself_without_help_from_other_hosts(client):
     paths = client.get("/openapi.json").json()["paths"]
     assert {"/v1/models", "/health", "/ready", "/tokenize", "/admin/drain", "/v1/completions"} <= paths.keys()
     assert client.get("/docs").status_code == 404
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_nothing_of_a_request_waits_for_the_garbage_collector(stub_server, path):
+    """A cycle would keep it and its connection until then, and make the collector stop all streams more often."""
+    prompt = {"/v1/completions": {"prompt": "abc"}, "/v1/responses": {"input": "abc", "store": False}}
+    body = {"model": "stub"} | prompt.get(path, {"messages": [{"role": "user", "content": "abc"}]})
+    body["max_output_tokens" if path == "/v1/responses" else "max_tokens"] = 5
+
+    def ask(*, stream: bool, leaves: bool) -> None:
+        with connect(stub_server.url) as client:
+            client.sendall(post(path, body | {"stream": stream}, "connection: close"))
+            if not leaves:
+                assert read_all(client).startswith(b"HTTP/1.1 200")
+
+    def ask_all(number: int) -> None:
+        for _ in range(number):
+            for stream, leaves in itertools.product((False, True), repeat=2):
+                ask(stream=stream, leaves=leaves)
+        stub_server.wait_until_idle()
+        time.sleep(0.1)
+
+    ask_all(1)
+    gc.collect()
+    gc.disable()
+    try:
+        ask_all(10)
+        assert gc.collect() < 40
+    finally:
+        gc.enable()
