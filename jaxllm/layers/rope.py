@@ -49,13 +49,21 @@ def rotate(x_TNH: Array, rotation: Rotation) -> Array:
 
 
 def _swap_halves(x_TNR: Array) -> Array:
-    """float32. 16-bit numbers by a product, which is exact: each sum has one term that is not zero. (Half a head is
-    half a register of a TPU, and to take it out XLA lays out everything anew, and back.)"""
+    """float32. Exchanges the halves of each head."""
     R = x_TNR.shape[-1]
-    if x_TNR.dtype.itemsize > 2:
+
+    def by_roll(x_TNR: Array) -> Array:
         return jnp.roll(x_TNR, R // 2, axis=-1).astype(jnp.float32)
-    swap_RR = jnp.roll(jnp.eye(R, dtype=x_TNR.dtype), R // 2, axis=1)
-    return jnp.matmul(x_TNR, swap_RR, preferred_element_type=jnp.float32)
+
+    def by_product(x_TNR: Array) -> Array:
+        """Exact: each sum has one term that is not zero. Half a head is half a register of a TPU, and to take it out
+        XLA lays out everything anew, and back."""
+        swap_RR = jnp.roll(jnp.eye(R, dtype=x_TNR.dtype), R // 2, axis=1)
+        return jnp.matmul(x_TNR, swap_RR, preferred_element_type=jnp.float32)
+
+    if x_TNR.dtype.itemsize > 2:
+        return by_roll(x_TNR)
+    return lax.platform_dependent(x_TNR, tpu=by_product, default=by_roll)
 
 
 def make_rope(config: dict[str, Any], head_dim: int, max_model_len: int, *, theta: float | None = None) -> RopeConfig:

@@ -34,8 +34,8 @@ def check_the_step_is_one_graph(thunks: dict, num_custom_calls: int) -> None:
 
 
 def check_products_are_made_once(program: dict) -> None:
-    # Of a layer: queries, keys and values in one; the rotations; the output's; gate, up and down. And the logits.
-    assert sum(program["products"].values()) == 6 * program["num_layers"] + 1
+    # Of a layer: queries, keys and values in one; the output's; gate, up and down. And the logits.
+    assert sum(program["products"].values()) == 5 * program["num_layers"] + 1
 
 
 def check_with_kernels(found: dict) -> None:
