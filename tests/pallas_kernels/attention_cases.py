@@ -4,6 +4,7 @@ Whatever no implementation may look at is poisoned: unwritten slots, unused page
 NaN, or the extreme values where a dtype has no NaN; padding rows have absurd lengths and other rows' pages.
 """
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -150,6 +151,20 @@ def _program(
         soft_cap=soft_cap,
         has_sinks=has_sinks,
         decode_only=decode_only,
+    )
+
+
+def fitted(program: Program, implementation: str) -> Program:
+    """The program, or for the GPU's kernels one like it of sizes and dtypes that they take."""
+    if implementation != "gpu":
+        return program
+    # Where queries are float32, in the other of the two dtypes.
+    dtype = "float16" if program.q_dtype == "float32" else "bfloat16"
+    return dataclasses.replace(
+        program,
+        head_dim=next(size for size in (64, 128, 256) if size >= program.head_dim),
+        q_dtype=dtype,
+        kv_dtype=dtype if np.dtype(program.kv_dtype).itemsize > 1 else program.kv_dtype,
     )
 
 

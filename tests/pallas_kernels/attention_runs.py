@@ -1,8 +1,9 @@
-"""Runs cases of ragged paged attention on an implementation; TPU kernels on a simulated chip that notices misdeeds."""
+"""Runs cases of ragged paged attention on an implementation; kernels on a simulated chip that notices misdeeds."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from math import lcm
 from unittest import mock
@@ -13,10 +14,13 @@ import numpy as np
 from attention_cases import Case, Program
 from jax import Array
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as gpu_interpreter
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxllm.pallas_kernels.ragged_paged_attention import (
+    gpu_blocks,
     pages_from_tokens,
     ragged_paged_attention,
     tokens_from_pages,
@@ -38,11 +42,12 @@ class Outcome:
 
 
 def run(case: Case, implementation: str, *, chip: str = "v6e", small_blocks: bool = True) -> Outcome:
-    """One step. A TPU kernel that races, or reads or writes out of bounds, raises an error.
+    """One step. A kernel that races, or reads or writes out of bounds, raises an error.
 
     Args:
       chip: of the TPUs, for which a kernel chooses its blocks.
-      small_blocks: blocks as small as can be instead, so that short sequences have many.
+      small_blocks: blocks as small as can be instead, so that short sequences have many; on a GPU few thread blocks,
+        so that each has many units, instead of many, so that many share one.
     """
     step = _compiled(case.program, implementation, chip, small_blocks)
     arguments = (
@@ -55,11 +60,9 @@ def run(case: Case, implementation: str, *, chip: str = "v6e", small_blocks: boo
         case.cu_q_lens,
         case.num_seqs,
     )
-    if implementation == "tpu":
-        with tpu_simulator():
-            results = jax.block_until_ready(step(*arguments, **case.array_options))
-    else:
-        results = step(*arguments, **case.array_options)
+    simulator = {"tpu": tpu_simulator, "gpu": gpu_simulator}.get(implementation, nullcontext)
+    with simulator():
+        results = jax.block_until_ready(step(*arguments, **case.array_options))
     return Outcome(**{name: np.asarray(result) for name, result in results.items()})
 
 
@@ -77,6 +80,18 @@ def tpu_simulator() -> Iterator[None]:
         assert not interpret_pallas_call.races.races_found
     finally:
         pltpu.reset_tpu_interpret_mode_state()
+
+
+@contextmanager
+def gpu_simulator() -> Iterator[None]:
+    """Interprets Pallas kernels for GPUs; memory begins as NaN."""
+    params = plgpu.InterpretGPUParams(detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan")
+    try:
+        with plgpu.force_gpu_interpret_mode(params):
+            yield
+        assert not gpu_interpreter.get_races().races_found
+    finally:
+        gpu_interpreter.reset_gpu_interpret_mode_state()
 
 
 @functools.cache
@@ -103,8 +118,16 @@ def _compiled(program: Program, implementation: str, chip: str, small_blocks: bo
         with jax.sharding.use_abstract_mesh(tpu_abstract_mesh(chip)), mock.patch.object(tpu_blocks, "choose", choose):
             return step(*arguments, **array_options)
 
-    if implementation == "tpu":
-        return jax.jit(step_on_tpu)
+    def step_on_gpu(*arguments: Array, **array_options: Array) -> dict[str, Array]:
+        packed, tiles = (
+            functools.partial(gpu_test_blocks, choose, few=small_blocks)
+            for choose in (gpu_blocks.packed, gpu_blocks.tiles)
+        )
+        with mock.patch.multiple(gpu_blocks, packed=packed, tiles=tiles):
+            return step(*arguments, **array_options)
+
+    if implementation in ("tpu", "gpu"):
+        return jax.jit(step_on_tpu if implementation == "tpu" else step_on_gpu)
     # Each program runs a few small cases: quick compilation is worth more than the quickest code.
     return jax.jit(step, compiler_options={"xla_backend_optimization_level": 1})
 
@@ -125,6 +148,12 @@ def smallest_blocks(layout: Layout, chip: str | None) -> tpu_blocks.Blocks:
         chunk_tokens=NUM_LANES,
         chunk_queries=lcm(NUM_LANES, layout.rows_per_token) // layout.rows_per_token,
     )
+
+
+def gpu_test_blocks(choose: Callable, *arguments: object, few: bool) -> gpu_blocks.Blocks:
+    """What a simulated GPU can do, and is quick at."""
+    blocks = choose(*arguments)
+    return dataclasses.replace(blocks, stages=2, thread_blocks=2 if few else 7, weights_in_registers=False)
 
 
 def bits(x: np.ndarray) -> np.ndarray:

@@ -1,0 +1,53 @@
+"""How large the GPU kernels' blocks are: as many keys and stages as a multiprocessor's shared memory has room for."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+NUM_SMS = 132  # Of Hopper in the SXM form, where no device says otherwise.
+SM_BYTES = 228 << 10  # Shared memory of Hopper's multiprocessors,
+RESERVED_BYTES = 1 << 10  # of which each thread block loses some to CUDA, and some to barriers.
+BARRIER_BYTES = 512
+MAX_STAGES = 4
+ROWS = 64  # Of a warpgroup.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """Of one kernel."""
+
+    keys: int  # In a block.
+    stages: int  # Blocks of keys on their way or at hand.
+    thread_blocks: int
+    weights_in_registers: bool = True  # Whence the matrix unit takes them; a simulated GPU's cannot.
+
+
+def packed(head_dim: int, q_dtype: jnp.dtype, kv_dtype: jnp.dtype) -> Blocks:
+    """Two thread blocks on a multiprocessor, or one where a head is so large that it keeps enough in flight."""
+    keys, per_sm = (64, 1) if head_dim > 128 else (8192 // head_dim, 2)
+    return _fill(keys, per_sm, ROWS * head_dim * q_dtype.itemsize, head_dim, q_dtype, kv_dtype)
+
+
+def tiles(head_dim: int, q_dtype: jnp.dtype, kv_dtype: jnp.dtype) -> Blocks:
+    """One thread block on a multiprocessor: two warpgroups that compute take most of the registers."""
+    keys = 64 if head_dim > 128 else 128
+    # Queries, and results on their way: `gpu_results`.
+    fixed = 2 * ROWS * ((head_dim + 64) * q_dtype.itemsize + 32 * 4 + 4)
+    return _fill(keys, 1, fixed, head_dim, q_dtype, kv_dtype)
+
+
+def _fill(keys: int, per_sm: int, fixed: int, head_dim: int, q_dtype: jnp.dtype, kv_dtype: jnp.dtype) -> Blocks:
+    if kv_dtype != q_dtype:
+        fixed += 2 * keys * head_dim * q_dtype.itemsize
+    free = SM_BYTES // per_sm - RESERVED_BYTES - BARRIER_BYTES - fixed
+    stages = min(free // (2 * keys * head_dim * kv_dtype.itemsize), MAX_STAGES)
+    return Blocks(keys=keys, stages=stages, thread_blocks=per_sm * num_sms())
+
+
+def num_sms() -> int:
+    """Multiprocessors of the mesh's GPU, described or real, or of the default device."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None and device.platform == "gpu":
+        return device.num_cores or NUM_SMS
+    return getattr(jax.devices()[0], "core_count", None) or NUM_SMS

@@ -1,0 +1,155 @@
+"""The GPU kernel for rows of few tokens, decodes above all: the query heads of a KV head are rows of one product.
+
+Memory is what such rows wait for. A warpgroup is a thread block of its own, and fetches what it will need while it
+computes; two of them on a multiprocessor keep more in flight than the memory's latency needs.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxllm.pallas_kernels.ragged_paged_attention.gpu_blocks import Blocks
+from jaxllm.pallas_kernels.ragged_paged_attention.gpu_keys import KVBlocks, Warpgroup, tiled
+from jaxllm.pallas_kernels.ragged_paged_attention.gpu_results import Parts, Results
+from jaxllm.pallas_kernels.ragged_paged_attention.gpu_rows import Rows
+from jaxllm.pallas_kernels.ragged_paged_attention.gpu_softmax import ROW_LAYOUT, ROWS, Ref, Scores
+from jaxllm.pallas_kernels.ragged_paged_attention.gpu_work import Segment, Visible, Work, for_each_segment
+
+
+class Inputs(NamedTuple):
+    """In the GPU's memory. R: rows of a token, its query heads of one KV head and what pads them to tiles of 8."""
+
+    work: Work
+    page_table: Any  # int32 [S, P]
+    q: Any  # [T, K, R, H]
+    k_scales: Any  # float32 [K], or None
+    v_scales: Any  # float32 [K], or None
+    sinks: Any  # float32 [K, ROWS], logits of base 2, or None
+    pages: Any  # [pages, 2K, page_size, H]
+
+
+class Scratch(NamedTuple):
+    """In shared memory."""
+
+    q: Any  # [ROWS, H]
+    stages: Any  # Keys and values on their way, both [stages, block, H]; after them results on theirs: `Results`
+    wide: Any  # See KVBlocks.
+    weights: Any  # See add_values.
+    q_barrier: Any
+    k_barriers: Any  # [stages]
+    v_barriers: Any
+
+
+def attend(inputs: Inputs, out: Ref, *, scores: Scores, blocks: Blocks, group: int, max_tokens: int) -> Parts:
+    """Writes the results of units that are whole to `out`, [T, N, H], and gives the parts of the others.
+
+    Args:
+      group: query heads of a KV head.
+      max_tokens: of a unit.
+    """
+    T, _, rows_per_token, H = inputs.q.shape
+    page_size = inputs.pages.shape[2]
+    dtype, kv_dtype = inputs.q.dtype, inputs.pages.dtype
+
+    def kernel(inputs: Inputs, out: Ref, parts: Parts, scratch: Scratch) -> None:
+        (k_smem, v_smem), results = scratch.stages
+        kv = KVBlocks(
+            pages=inputs.pages,
+            page_table=inputs.page_table,
+            k_smem=k_smem,
+            v_smem=v_smem,
+            k_barriers=scratch.k_barriers,
+            v_barriers=scratch.v_barriers,
+            wide=scratch.wide,
+        )
+
+        def one(segment: Segment, _: None) -> None:
+            unit, head = segment.unit, segment.head
+            visible = Visible.by(unit, scores.sliding_window)
+
+            def fetch(block: Array, stage: Array) -> None:
+                @pl.when(block < segment.end_block)
+                def _() -> None:
+                    pages = kv.find(unit.seq, visible, block)
+                    kv.fetch_keys(pages, head, block, stage)
+                    kv.fetch_values(pages, head, block, stage)
+
+            for i in range(max_tokens):
+                token = unit.first if i == 0 else jnp.minimum(unit.first + i, T - 1)
+                plgpu.copy_gmem_to_smem(
+                    inputs.q.at[token, head], scratch.q.at[pl.ds(i * rows_per_token, rows_per_token)], scratch.q_barrier
+                )
+            for i in range(blocks.stages - 1):
+                fetch(segment.first_block + i, jnp.int32(i))
+            plgpu.barrier_wait(scratch.q_barrier)
+
+            position = unit.first + unit.offset
+            if max_tokens > 1:
+                position += plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW_LAYOUT) // rows_per_token
+            state = Rows(
+                scores=scores,
+                blocks=kv,
+                q_smem=scratch.q,
+                weights_smem=scratch.weights,
+                group=Warpgroup(index=0, barrier=None),
+                begin_block=lambda block, stage: fetch(
+                    block + blocks.stages - 1, lax.rem(stage + blocks.stages - 1, blocks.stages)
+                ),
+            ).attend(segment, visible, position, _at(inputs.k_scales, head), 0)
+
+            @pl.when(segment.is_whole)
+            def _() -> None:
+                sinks = (
+                    None if inputs.sinks is None else plgpu.layout_cast(plgpu.load(inputs.sinks.at[head]), ROW_LAYOUT)
+                )
+
+                def copy(smem: Ref, columns: pl.Slice) -> None:
+                    for i in range(max_tokens):
+
+                        @pl.when(unit.first + i < unit.end)
+                        def _(i: int = i) -> None:
+                            plgpu.copy_smem_to_gmem(
+                                smem.at[pl.ds(i * rows_per_token, group)],
+                                out.at[unit.first + i, pl.ds(head * group, group), columns],
+                            )
+
+                results.send(state.acc, state.result(sinks, _at(inputs.v_scales, head)), copy)
+
+            @pl.when(~segment.is_whole)
+            def _() -> None:
+                results.send_part(state, parts, segment.slot, 0, parts.values.shape[1])
+
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        for_each_segment(inputs.work, lax.axis_index("block"), one, None)
+        plgpu.wait_smem_to_gmem(0)
+
+    arrivals = KVBlocks.arrivals(blocks.keys, page_size)
+    stages = tiled((blocks.stages, blocks.keys, H), kv_dtype)
+    wide = tiled((blocks.keys, H), dtype)
+    return plgpu.kernel(
+        kernel,
+        out_type=(Parts.types(blocks.thread_blocks, rows_per_token * max_tokens, H),),
+        scratch_types=[
+            Scratch(
+                q=tiled((ROWS, H), dtype),
+                stages=plgpu.RefUnion((stages, stages), Results.types(dtype)),
+                wide=None if kv_dtype == dtype else (wide, wide),
+                weights=None if blocks.weights_in_registers else tiled((ROWS, blocks.keys), dtype),
+                q_barrier=plgpu.Barrier(num_arrivals=max_tokens),
+                k_barriers=plgpu.Barrier(num_arrivals=arrivals, num_barriers=blocks.stages),
+                v_barriers=plgpu.Barrier(num_arrivals=arrivals, num_barriers=blocks.stages),
+            )
+        ],
+        grid=(blocks.thread_blocks,),
+        grid_names=("block",),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        kernel_name="paged_attention_packed",
+    )(inputs, out)[0]
+
+
+def _at(scales: Ref | None, head: Array) -> Array | None:
+    return None if scales is None else scales[head]

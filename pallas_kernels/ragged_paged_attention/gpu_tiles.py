@@ -1,0 +1,230 @@
+"""The GPU kernel for rows of many tokens: chunks of prompts. Tiles of 128 tokens at one query head.
+
+The matrix unit is what such rows wait for. Two warpgroups compute, with 64 tokens each and the same keys: while one
+multiplies, the other one weighs its scores ("FlashAttention-3", arXiv 2407.08608). A third one fetches.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxllm.pallas_kernels.ragged_paged_attention.gpu_blocks import Blocks
+from jaxllm.pallas_kernels.ragged_paged_attention.gpu_keys import KVBlocks, Warpgroup, tiled
+from jaxllm.pallas_kernels.ragged_paged_attention.gpu_results import Parts, Results
+from jaxllm.pallas_kernels.ragged_paged_attention.gpu_rows import Rows
+from jaxllm.pallas_kernels.ragged_paged_attention.gpu_softmax import ROW_LAYOUT, ROWS, Ref, Scores
+from jaxllm.pallas_kernels.ragged_paged_attention.gpu_work import Segment, Unit, Visible, Work, for_each_segment
+
+WARPGROUPS = 2  # That compute.
+TILE = WARPGROUPS * ROWS
+ALIGNMENT = 8  # Of a tile's first token: what a tile in shared memory has rows of.
+COMPUTE_REGISTERS, FETCH_REGISTERS = 232, 40  # Of each thread; 65,536 in all.
+
+
+class Inputs(NamedTuple):
+    """In the GPU's memory."""
+
+    work: Work
+    page_table: Any  # int32 [S, P]
+    q: Any  # [padded_tokens(T), N, H]
+    k_scales: Any  # float32 [K], or None
+    v_scales: Any  # float32 [K], or None
+    sinks: Any  # float32 [N], logits of base 2, or None
+    pages: Any  # [pages, 2K, page_size, H]
+
+
+class Scratch(NamedTuple):
+    """In shared memory. W warpgroups compute."""
+
+    q: Any  # [W, ROWS, H]
+    results: Any  # Results, with an axis of W
+    k: Any  # [stages, block, H]
+    v: Any  # [stages, block, H]
+    wide: Any  # See KVBlocks.
+    weights: Any  # [W, ROWS, block], see add_values.
+    q_barriers: Any  # [W]: queries are there
+    q_free: Any  # [W]: they are no more needed
+    k_barriers: Any  # [stages]
+    v_barriers: Any  # [stages]
+    k_free: Any  # [stages]: both warpgroups need the keys no more
+    v_free: Any  # [stages]
+    meeting: Any  # Of the warpgroups that compute.
+
+
+def padded_tokens(num_tokens: int) -> int:
+    """Tokens that the queries must have room for."""
+    return max(-(-num_tokens // ALIGNMENT) * ALIGNMENT, ROWS)
+
+
+class Tile(NamedTuple):
+    """A warpgroup's part of a unit. Row r of its products is token `start` + r, if that is at least `first`."""
+
+    start: Any
+    first: Any
+    end: Any
+
+    @classmethod
+    def of(cls, unit: Unit, warpgroup: Any, num_padded_tokens: int) -> "Tile":
+        token = unit.token + warpgroup * ROWS
+        return cls(
+            # The last tile of a step may be one with the one before, or begin before it.
+            start=pl.multiple_of(jnp.minimum(token, num_padded_tokens - ROWS), ALIGNMENT),
+            first=jnp.maximum(unit.first, token),
+            end=jnp.minimum(unit.end, token + ROWS),
+        )
+
+
+def attend(inputs: Inputs, out: Ref, *, scores: Scores, blocks: Blocks, group: int) -> Parts:
+    """Writes the results of units that are whole to `out`, [T, N, H], and gives the parts of the others.
+
+    Args:
+      group: query heads of a KV head.
+    """
+    num_padded_tokens, _, H = inputs.q.shape
+    T, page_size = out.shape[0], inputs.pages.shape[2]
+    dtype, kv_dtype = inputs.q.dtype, inputs.pages.dtype
+
+    def kernel(inputs: Inputs, out: Ref, parts: Parts, scratch: Scratch) -> None:
+        warpgroup = lax.axis_index("warpgroup")
+        kv = KVBlocks(
+            pages=inputs.pages,
+            page_table=inputs.page_table,
+            k_smem=scratch.k,
+            v_smem=scratch.v,
+            k_barriers=scratch.k_barriers,
+            v_barriers=scratch.v_barriers,
+            wide=scratch.wide,
+        )
+
+        def for_each(body: Any) -> None:
+            """`body(segment, blocks of keys before it)`."""
+
+            def one(segment: Segment, num_earlier: Array) -> Array:
+                body(segment, num_earlier)
+                return num_earlier + segment.end_block - segment.first_block
+
+            for_each_segment(inputs.work, lax.axis_index("block"), one, jnp.int32(0))
+
+        def compute(segment: Segment, num_earlier: Array) -> None:
+            unit, head = segment.unit, segment.head
+            tile = Tile.of(unit, warpgroup, num_padded_tokens)
+            results = Results(*(ref.at[warpgroup] for ref in scratch.results))
+            plgpu.barrier_wait(scratch.q_barriers.at[warpgroup])
+            rows = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW_LAYOUT)
+            state = Rows(
+                scores=scores,
+                blocks=kv,
+                q_smem=scratch.q.at[warpgroup],
+                weights_smem=None if scratch.weights is None else scratch.weights.at[warpgroup],
+                group=Warpgroup(warpgroup, scratch.meeting, WARPGROUPS),
+                takes_turns=scratch.wide is None,
+                end_keys=lambda stage: plgpu.barrier_arrive(scratch.k_free.at[stage]),
+                end_values=lambda stage: plgpu.barrier_arrive(scratch.v_free.at[stage]),
+            ).attend(
+                segment,
+                Visible.by(unit, scores.sliding_window),
+                tile.start + unit.offset + rows,
+                _at(inputs.k_scales, head // group),
+                num_earlier,
+            )
+            plgpu.barrier_arrive(scratch.q_free.at[warpgroup])
+
+            @pl.when(segment.is_whole)
+            def _() -> None:
+                sinks = _at(inputs.sinks, head)
+
+                def copy(smem: Ref, columns: pl.Slice) -> None:
+                    # As many rows as there are, by the binary digits of their number: a copy has a size that is known.
+                    token, count = tile.first, jnp.maximum(tile.end - tile.first, 0)
+                    for size in (64, 32, 16, 8, 4, 2, 1):
+                        if size > T:
+                            continue
+
+                        @pl.when((count & size) != 0)
+                        def _(size: int = size, token: Array = token) -> None:
+                            plgpu.copy_smem_to_gmem(
+                                smem.at[pl.ds(token - tile.start, size)], out.at[pl.ds(token, size), head, columns]
+                            )
+
+                        token += count & size
+
+                results.send(state.acc, state.result(sinks, _at(inputs.v_scales, head // group)), copy)
+
+            @pl.when(~segment.is_whole)
+            def _() -> None:
+                results.send_part(state, parts, segment.slot, warpgroup * ROWS, ROWS)
+
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        def fetch(segment: Segment, num_earlier: Array) -> None:
+            unit, head = segment.unit, segment.head
+            visible = Visible.by(unit, scores.sliding_window)
+            for i in range(WARPGROUPS):
+                pl.when(num_earlier > 0)(lambda i=i: plgpu.barrier_wait(scratch.q_free.at[i]))
+                start = Tile.of(unit, i, num_padded_tokens).start
+                plgpu.copy_gmem_to_smem(
+                    inputs.q.at[pl.ds(start, ROWS), head], scratch.q.at[i], scratch.q_barriers.at[i]
+                )
+
+            def one(block: Array, _: None) -> None:
+                number = num_earlier + block - segment.first_block
+                stage, is_used = lax.rem(number, blocks.stages), number >= blocks.stages
+                pages = kv.find(unit.seq, visible, block)
+                pl.when(is_used)(lambda: plgpu.barrier_wait(scratch.k_free.at[stage]))
+                kv.fetch_keys(pages, head // group, block, stage)
+                pl.when(is_used)(lambda: plgpu.barrier_wait(scratch.v_free.at[stage]))
+                kv.fetch_values(pages, head // group, block, stage)
+
+            lax.fori_loop(segment.first_block, segment.end_block, one, None)
+
+        @pl.when(warpgroup < WARPGROUPS)
+        def _() -> None:
+            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+            for_each(compute)
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(warpgroup == WARPGROUPS)
+        def _() -> None:
+            plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
+            for_each(fetch)
+
+    arrivals = KVBlocks.arrivals(blocks.keys, page_size)
+    stages = tiled((blocks.stages, blocks.keys, H), kv_dtype)
+    wide = tiled((blocks.keys, H), dtype)
+    loaded = plgpu.Barrier(num_arrivals=arrivals, num_barriers=blocks.stages)
+    freed = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=blocks.stages)
+    weights = tiled((WARPGROUPS, ROWS, blocks.keys), dtype)
+    return plgpu.kernel(
+        kernel,
+        out_type=(Parts.types(blocks.thread_blocks, TILE, H),),
+        scratch_types=[
+            Scratch(
+                q=tiled((WARPGROUPS, ROWS, H), dtype),
+                results=Results.types(dtype, (WARPGROUPS,)),
+                k=stages,
+                v=stages,
+                wide=None if kv_dtype == dtype else (wide, wide),
+                weights=None if blocks.weights_in_registers else weights,
+                q_barriers=plgpu.Barrier(num_barriers=WARPGROUPS),
+                q_free=plgpu.Barrier(num_barriers=WARPGROUPS),
+                k_barriers=loaded,
+                v_barriers=loaded,
+                k_free=freed,
+                v_free=freed,
+                meeting=plgpu.Barrier(num_arrivals=WARPGROUPS),
+            )
+        ],
+        grid=(blocks.thread_blocks,),
+        grid_names=("block",),
+        num_threads=WARPGROUPS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        kernel_name="paged_attention_tiles",
+    )(inputs, out)[0]
+
+
+def _at(values: Ref | None, head: Array) -> Array | None:
+    return None if values is None else values[head]
