@@ -74,6 +74,8 @@ class Generation:
         if call.timeout_s is not None:
             alarm = asyncio.get_running_loop().call_later(call.timeout_s + _GRACE_S, self._end_overdue)
             resources.callback(alarm.cancel)
+        if watch.has_left:  # when the engine had just taken the request in
+            self._end_unread()
 
     @classmethod
     async def start(

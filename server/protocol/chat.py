@@ -88,7 +88,7 @@ class Message(RequestModel):
 def _arguments(number: int, text: str) -> dict[str, Any]:
     try:
         arguments = json.loads(text or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
         raise ValueError(f"tool_calls[{number}].function.arguments is {text[:80]!r}; it must be a JSON object")

@@ -251,3 +251,11 @@ def test_an_operator_may_end_a_request(stub_server):
         assert stub_server.run(stub_server.llm.abort(request_id))
         rest = [line for line in lines if line]
     assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "request_aborted"
+
+
+@pytest.mark.parametrize("arguments", ["{bad", "[1]", "[" * 50_000, '"text"'])
+def test_arguments_that_are_no_object_are_refused(stub_server, arguments):
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    message = error(stub_server, [{"role": "assistant", "content": None, "tool_calls": [call]}])["message"]
+    assert "must be a JSON object" in message
+    assert len(message) < 300

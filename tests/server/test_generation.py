@@ -354,6 +354,36 @@ def test_a_client_that_leaves_before_the_engine_takes_its_request_in_waits_for_n
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("num_turns", range(4))
+@pytest.mark.parametrize("leaves_first", [True, False])
+def test_a_client_that_leaves_while_the_engine_takes_its_request_in_ends_it(leaves_first, num_turns):
+    """Whichever is known first, by so many turns of the event loop."""
+
+    async def run() -> None:
+        world = World([delta()])
+        submit, taken = world.server.llm.submit, asyncio.Event()
+
+        async def submit_slowly(*args, **options):
+            await taken.wait()
+            return await submit(*args, **options)
+
+        world.server.llm.submit = submit_slowly
+        starting = asyncio.create_task(world.start(timeout_s=1000.0))
+        await asyncio.sleep(0.01)
+        first, second = (world.client_leaves, taken) if leaves_first else (taken, world.client_leaves)
+        first.set()
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        second.set()
+        with pytest.raises(ClientLeftError):
+            async with asyncio.timeout(5.0):
+                await gather(await starting)
+        assert world.server.drain.num_active == 0
+        assert all(stream.num_closes for stream in world.streams)
+
+    asyncio.run(run())
+
+
 def test_a_draining_server_takes_nothing():
     async def run() -> None:
         world = World([])
