@@ -9,6 +9,7 @@ do, so the exact cut of a filter is found bit by bit. Nothing sorts the vocabula
 CPU, and would gather a vocabulary that is sharded over the mesh.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -167,12 +168,12 @@ def _top(logits_SV: jax.Array, num_top: int) -> tuple[jax.Array, jax.Array]:
     """
     num_shards = jax.sharding.get_abstract_mesh().shape.get("model", 1)
     if num_shards == 1:
-        top_SK, token_ids_SK = lax.top_k(logits_SV, num_top)
+        top_SK, token_ids_SK = _top_k(logits_SV, num_top)
         return token_ids_SK, top_SK
     shard_size = logits_SV.shape[1] // num_shards
 
     def find(logits_SV: jax.Array) -> tuple[jax.Array, jax.Array]:
-        top_SK, token_ids_SK = lax.top_k(logits_SV, min(num_top, shard_size))
+        top_SK, token_ids_SK = _top_k(logits_SV, min(num_top, shard_size))
         token_ids_SK += lax.axis_index("model") * shard_size
         # One shard after the other, so that of equal candidates the lower id comes first.
         candidates_SC = lax.all_gather(top_SK, "model", axis=1, tiled=True)
@@ -184,6 +185,31 @@ def _top(logits_SV: jax.Array, num_top: int) -> tuple[jax.Array, jax.Array]:
     return jax.shard_map(find, in_specs=PartitionSpec(None, "model"), out_specs=(whole, whole), check_vma=False)(
         logits_SV
     )
+
+
+def _top_k(logits_SV: jax.Array, num_top: int) -> tuple[jax.Array, jax.Array]:
+    """Returns what `lax.top_k` returns. For that XLA on GPU sorts the whole rows."""
+    return lax.platform_dependent(
+        logits_SV,
+        cuda=lambda logits_SV: _top_k_by_parts(logits_SV, num_top),
+        default=lambda logits_SV: tuple(lax.top_k(logits_SV, num_top)),
+    )
+
+
+def _top_k_by_parts(logits_SV: jax.Array, num_top: int) -> tuple[jax.Array, jax.Array]:
+    """Returns what `lax.top_k` returns, with sorts of parts' greatest logits and of a few parts only.
+
+    The best tokens lie in the `num_top` parts with the greatest maxima, the earlier part if equal: each other part is
+    behind so many tokens that are better than all of its own, or as good with a lower id.
+    """
+    num_seqs, vocab_size = logits_SV.shape
+    part_size = math.gcd(vocab_size, 128)
+    logits_SPC = logits_SV.reshape(num_seqs, -1, part_size)
+    _, parts_SK = lax.top_k(logits_SPC.max(axis=2), min(num_top, logits_SPC.shape[1]))
+    parts_SK = jnp.sort(parts_SK, axis=1)  # So that of equal candidates the lower id comes first.
+    candidates_SKC = jnp.take_along_axis(logits_SPC, parts_SK[:, :, None], axis=1)
+    top_SK, places_SK = lax.top_k(candidates_SKC.reshape(num_seqs, -1), num_top)
+    return top_SK, jnp.take_along_axis(parts_SK, places_SK // part_size, axis=1) * part_size + places_SK % part_size
 
 
 def _argmax(scores_SV: jax.Array) -> jax.Array:

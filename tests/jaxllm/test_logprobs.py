@@ -11,7 +11,7 @@ import pytest
 from scipy.special import log_softmax
 
 from jaxllm import SamplingParams
-from jaxllm.engine.sampler import NUM_TOP_LOGPROBS, logprobs
+from jaxllm.engine.sampler import NUM_TOP_LOGPROBS, _top_k_by_parts, logprobs
 from jaxllm.sampling_params import MAX_LOGPROBS
 
 DATA = Path(__file__).parent.parent / "data"
@@ -56,6 +56,19 @@ def check(token, expected_V, num_top):
 
 def test_as_many_are_computed_as_may_be_asked_for():
     assert NUM_TOP_LOGPROBS == MAX_LOGPROBS
+
+
+@pytest.mark.parametrize("vocab_size", [20, 33, 256, 1000, 5120])  # With parts of 4, 1, 128, 8, 128 tokens
+def test_the_best_of_the_parts_are_those_of_the_whole(vocab_size):
+    rng = np.random.default_rng(vocab_size)
+    logits_SV = rng.normal(size=(40, vocab_size)).astype(np.float32)
+    logits_SV[10:20] = logits_SV[10:20].round(0)  # Many equal ones, of which the lower ids count,
+    logits_SV[20:30] = logits_SV[20:30].argsort(axis=1) // 7  # equal ones in every part,
+    logits_SV[30:][:, 5:] = -np.inf  # and fewer than are asked for.
+    expected = jax.lax.top_k(logits_SV, 20)
+    found = jax.jit(_top_k_by_parts, static_argnums=1)(logits_SV, 20)
+    np.testing.assert_array_equal(found[0], expected[0])
+    np.testing.assert_array_equal(found[1], expected[1])
 
 
 def test_the_first_token_has_the_log_softmax_of_transformers_logits(tiny_llm):
