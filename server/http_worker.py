@@ -90,7 +90,7 @@ class HttpWorker:
     def run(self, address: str) -> None:
         """The main function of a process of its own: serves the engine at `address`, and ends with its parent. The
         parent alone obeys signals: a terminal's Ctrl-C and a service manager's SIGTERM reach all processes."""
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         set_up_logging(self.config.log_format, self.config.log_level)
         assert self.shared_folder is not None

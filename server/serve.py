@@ -17,6 +17,7 @@ from jaxllm.server.board import Board, Phase
 from jaxllm.server.chat_templates import read_chat_template
 from jaxllm.server.http_worker import HttpWorker
 from jaxllm.server.keys import ApiKeys
+from jaxllm.server.parsers import resolve_parsers
 from jaxllm.server.server_config import ServerConfig
 from jaxllm.server.server_logging import set_up_engine_logging, set_up_logging
 from jaxllm.server.worker_process import WorkerProcess
@@ -24,14 +25,14 @@ from jaxllm.server.worker_process import WorkerProcess
 logger = logging.getLogger("jaxllm.server")
 
 ENGINE = "jaxllm.engine.engine_core:EngineCore"
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _MAX_FILES = 65536
 _POLL_S = 0.05
 _END_S = 2.0  # in which processes end that were told to
 
 
 def serve(engine_config: EngineConfig, config: ServerConfig, *, engine: str = ENGINE) -> None:
-    """Serves until SIGTERM or SIGINT, and returns when everything has ended.
+    """Serves until SIGTERM, SIGINT or SIGHUP, and returns when everything has ended.
 
     engine: import path of what runs in the engine's process; see `EngineProcess`.
 
@@ -40,7 +41,8 @@ def serve(engine_config: EngineConfig, config: ServerConfig, *, engine: str = EN
     """
     set_up_logging(config.log_format, config.log_level)
     _allow_many_connections()
-    read_chat_template(config)  # Loading takes long: what is wrong is told before.
+    # Loading takes long: what is wrong is told before.
+    resolve_parsers(config.tool_call_parser, config.reasoning_parser, read_chat_template(config))
     keys = ApiKeys.load(config.api_keys_file, config.admin_key)
     engine_config = dataclasses.replace(engine_config, tenants=keys.tenants, default_tenant=keys.default_tenant)
     listeners = bind(config)
@@ -117,6 +119,8 @@ class _Supervisor:
     async def run(self, engine_process: EngineProcess, model: str) -> None:
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
+            if signal.getsignal(number) is signal.SIG_IGN:  # as nohup does with SIGHUP
+                continue
             loop.add_signal_handler(number, self._on_signal, signal.Signals(number).name)
         logger.info("loading %s", model)
         config = self._config

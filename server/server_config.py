@@ -1,5 +1,6 @@
 """The server's options."""
 
+import re
 import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ _DURATIONS = (
     "stream_keep_alive_s",
     "watchdog_s",
 )
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")
+_METRIC_NAME = re.compile("([a-zA-Z_:][a-zA-Z0-9_:]*)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +152,15 @@ class ServerConfig:
             value = getattr(self, name)
             if isinstance(value, str) or (value is not None and not all(value)):
                 raise ConfigError(f"{name} is {value!r}; it must be a list of texts that are not empty, or None")
+        for origin in self.cors_origins or ():
+            if not _ORIGIN.fullmatch(origin):
+                raise ConfigError(f"cors_origins has {origin!r}; it must be as https://chat.example.org, or *")
+        if not _METRIC_NAME.fullmatch(self.metrics_prefix):
+            raise ConfigError(f"metrics_prefix is {self.metrics_prefix!r}, with which no name in Prometheus can begin")
+        if self.otlp_endpoint is not None and not re.match("https?://", self.otlp_endpoint):
+            raise ConfigError(
+                f"otlp_endpoint is {self.otlp_endpoint!r}; it must be a URL such as http://localhost:4318"
+            )
         if self.admin_key == "":
             raise ConfigError("admin_key is empty, which anybody can guess; leave it out to close the admin routes")
         for name in ("tool_call_parser", "reasoning_parser"):

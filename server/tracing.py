@@ -37,8 +37,6 @@ class Tracing:
                 f"otlp_endpoint is {endpoint!r}, and the package {error.name!r}, which traces need, is not "
                 'installed: pip install "jaxllm[otel]", or leave otlp_endpoint out'
             ) from error
-        if not endpoint.startswith(("http://", "https://")):
-            raise ConfigError(f"otlp_endpoint is {endpoint!r}; it must be a URL such as http://localhost:4318")
         if endpoint.count("/") == 2 or endpoint.endswith(":4318/"):
             endpoint = f"{endpoint.rstrip('/')}/v1/traces"
         resource = Resource.create({"service.name": "jaxllm", "service.version": __version__})

@@ -421,7 +421,7 @@ def _refusal(handle: int, error: Exception) -> Refused:
 
 def main() -> None:
     """Runs a core process, by the order in stdin."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # They often go to a whole group. The owner decides.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # They often go to a whole group. The owner decides.
         signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()
     logging.basicConfig(format="jaxllm engine: %(levelname)s: %(message)s")

@@ -30,7 +30,7 @@ class EngineProcess:
 
     When the process dies it is started again, after a pause that grows from 0.1 to 30 s if it dies again soon; if it
     cannot start the first time, it is not tried again. It ends when this process does, however that ends: its
-    stdin is a pipe from here. It ignores SIGINT and SIGTERM, which are for its owner.
+    stdin is a pipe from here. It ignores SIGINT, SIGTERM and SIGHUP, which are for its owner.
 
     Args:
       config: of the engine.

@@ -184,15 +184,27 @@ def test_nothing_is_left_when_it_is_killed(run_serve, api_workers):
     assert not list(server.folder.glob("jaxllm-*")), "files are left in the folder for temporary ones"
 
 
-def test_a_signal_to_the_whole_group_is_one_signal(run_serve):
-    """As Ctrl-C in a terminal, and as service managers do it."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_to_the_whole_group_is_one_signal(run_serve, number):
+    """As Ctrl-C in a terminal or its end, and as service managers do it."""
     server = run_serve(api_workers=2)
     streaming = Streaming(server.url, 20)
     streaming.wait_until_begun()
-    os.killpg(server.process.pid, signal.SIGINT)
+    os.killpg(server.process.pid, number)
     streaming.assert_complete()
     assert server.wait() == 0
     server.assert_no_orphans()
+
+
+def test_a_server_under_nohup_does_not_end_with_its_terminal(run_serve):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        server = run_serve()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    os.killpg(server.process.pid, signal.SIGHUP)
+    time.sleep(0.3)
+    assert httpx.get(server.url + "/ready").status_code == 200
 
 
 def test_a_signal_while_the_model_loads_ends_it_at_once(run_serve):
@@ -277,12 +289,16 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded():
             assert "the engine is ready" not in result.stderr
 
 
-def test_a_bad_chat_template_is_told_before_anything_is_loaded(tmp_path):
+def test_a_bad_chat_template_or_parser_is_told_before_anything_is_loaded(tmp_path):
     (tmp_path / "bad.jinja").write_text("{% for message in messages %}{{ message")
-    result = run_command("smollm2-135m", "--port", "0", "--chat-template", str(tmp_path / "bad.jinja"))
-    assert result.returncode == 2
-    assert "bad.jinja is not a Jinja template" in result.stderr
-    assert "loading" not in result.stderr
+    for option, value, message in (
+        ("--chat-template", str(tmp_path / "bad.jinja"), "bad.jinja is not a Jinja template"),
+        ("--tool-call-parser", "hermess", 'tool_call_parser is "hermess"'),
+    ):
+        result = run_command("smollm2-135m", "--port", "0", option, value)
+        assert result.returncode == 2
+        assert message in result.stderr
+        assert "loading" not in result.stderr
 
 
 def test_a_model_that_is_not_there_is_told_in_one_line(tmp_path):
