@@ -3,10 +3,10 @@
 import asyncio
 import re
 import sys
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from starlette.types import Message, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 _MAX_HEADER_BYTES = 64 * 1024
@@ -121,7 +121,9 @@ class GuardedProtocol(HttpToolsProtocol):
             self._send_timer = None
 
 
-async def _send_without_chunks(cycle: RequestResponseCycle, send: Send, message: Message) -> None:
+async def _send_without_chunks(
+    cycle: RequestResponseCycle, send: Callable[[Any], Awaitable[None]], message: Any
+) -> None:
     """An answer whose length is not known ends with the connection."""
     if message["type"] == "http.response.start":
         if all(name.lower() != b"content-length" for name, _ in message["headers"]):
