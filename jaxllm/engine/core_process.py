@@ -442,7 +442,7 @@ def main() -> None:
         if not isinstance(error, JaxLLMError):
             logger.exception("the engine cannot start")
         if order.error_path is not None:
-            _write_error(Path(order.error_path), error)
+            write_error(Path(order.error_path), error)
         _exit(CANNOT_START)
     gc.collect()
     gc.freeze()  # What lives as long as the process need not be looked through again and again.
@@ -466,7 +466,8 @@ def _watch_owner(order: LaunchOrder, ended: threading.Event) -> None:
     _exit(1)
 
 
-def _write_error(path: Path, error: Exception) -> None:
+def write_error(path: Path, error: Exception) -> None:
+    """Tells the clients why a process cannot start."""
     name, message = _described(error, otherwise=EngineDeadError)
     text = json.dumps({"error": name, "message": message})
     unfinished = path.with_suffix(".unfinished")

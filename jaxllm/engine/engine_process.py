@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine.core_process import CANNOT_START, LaunchOrder
-from jaxllm.errors import ConfigError
+from jaxllm.engine.core_process import CANNOT_START, LaunchOrder, write_error
+from jaxllm.errors import ConfigError, EngineDeadError
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class EngineProcess:
                 f"the address of the engine process is {self.address!r}; it must be ipc:// and an absolute path of at "
                 f"most {_MAX_PATH_BYTES} bytes. Give a shorter one, or set TMPDIR to a folder with a shorter path."
             )
-        self._error_path = error_path(self.address)
+        self._socket_path, self._error_path = Path(os.fsdecode(path)), error_path(self.address)
         self._process: subprocess.Popen[bytes] | None = None
         self._watcher: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -80,7 +80,8 @@ class EngineProcess:
         """
         assert self._watcher is None, "an EngineProcess starts once"
         self._at_start = at_start
-        self._error_path.unlink(missing_ok=True)
+        for path in (self._error_path, self._socket_path):
+            path.unlink(missing_ok=True)
         self._spawn(is_first=True)
         self._watcher = threading.Thread(target=self._watch, name="jaxllm-engine-watcher", daemon=True)
         self._watcher.start()
@@ -137,7 +138,10 @@ class EngineProcess:
             process.stdin.close()
             if self._stopping.is_set():
                 return
-            if code == CANNOT_START and self.num_restarts == 0:
+            if self.num_restarts == 0 and not self._has_listened:
+                if code != CANNOT_START:  # which has told why
+                    message = f"the engine process ended with code {code} before it could serve"
+                    write_error(self._error_path, EngineDeadError(message))
                 logger.error("the engine process could not start")
                 return
             pause_s = _FIRST_PAUSE_S if time.monotonic() - started > _LONG_LIFE_S else pause_s
@@ -147,6 +151,11 @@ class EngineProcess:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             self.num_restarts += 1
             self._spawn(is_first=False)
+
+    @property
+    def _has_listened(self) -> bool:
+        """Whether some process has come so far since the start."""
+        return self._socket_path.exists()
 
     def _remove_folder(self) -> None:
         if self.folder is not None:

@@ -540,6 +540,8 @@ def test_an_engine_that_cannot_start_says_why_and_is_not_tried_again(tmp_path):
         asyncio.run(connect("nowhere:Engine", str(tmp_path)))
     with pytest.raises(EngineDeadError, match="has no attribute 'Engine'"):
         asyncio.run(connect("stub_engine:Engine", str(tmp_path)))
+    with pytest.raises(EngineDeadError, match="the engine process ended with code -9 before it could serve"):
+        asyncio.run(connect("stub_engine:DyingAtStartEngine", str(tmp_path)))
     with pytest.raises(ModelNotFoundError, match=r"no model '\./nowhere'"):
         asyncio.run(connect("jaxllm.engine.engine_core:EngineCore", "./nowhere"))
 

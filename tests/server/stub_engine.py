@@ -12,6 +12,7 @@ It repeats its prompt: "abc" goes on "abcabcabc…". Its model folder needs only
 """
 
 import os
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, fields
@@ -236,6 +237,13 @@ class FreeStepEngine(StubEngine):
     """Its steps take no time but that of the scheduler."""
 
     step_s = 0.0
+
+
+class DyingAtStartEngine(StubEngine):
+    """Ends its process while it loads, as the system does when memory is short."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class SlowStartEngine(StubEngine):
