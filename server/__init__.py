@@ -4,17 +4,20 @@ The server, from the outside in:
 
     serve.py             `jaxllm serve`: owns the port and the engine's process, and ends in good order
     server_config.py, server_logging.py
-    http_worker.py       one HTTP process; board.py: what all of them see
+    http_worker.py       one HTTP process; worker_process.py: starts it again if it dies; board.py: what all of them see
     http_protocol.py     the connection, with limits on slow clients
     app.py               the application, and `Server`: what every route shares
     limits.py            middlewares: bodies, request ids; api_errors.py: every answer with an error
     keys.py, drain.py, watchdog.py
     routes/              the endpoints; protocol/: what they read and write, as pydantic models
     call.py              what a request says beside its body
-    generation.py        one prompt on its way through the engine; generation_group.py: several of one request
+    client_watch.py      whether the client is still there
+    generation.py        one prompt on its way through the engine; generation_group.py: several of one request;
+                         deltas.py: what comes of them
     prompt_encoder.py, chat_templates.py, conversation.py
     reply.py             an answer taken apart into reasoning, content and tool calls; parsers/: how models write them
-    completion_answer.py, chat_answer.py, response_builder.py, message_builder.py, streaming.py
+    completion_answer.py, chat_answer.py, response_builder.py, message_builder.py, streaming.py: the answers
+    event_stream.py      an answer that is sent as it is made
     response_store.py
     metrics.py, engine_metrics.py, recent.py, shared_counts.py, finished_request.py, request_log.py, tracing.py
     static/              the web page
