@@ -2,8 +2,11 @@
 
 import json
 import socket
+from concurrent.futures import ThreadPoolExecutor
 
+import anthropic
 import httpx
+import openai
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
@@ -144,3 +147,22 @@ def test_a_client_that_stops_reading_gets_the_rest_in_fewer_chunks(stub_server):
         events = response.read().decode().split("\n\n")
     texts = [json.loads(event[6:])["choices"][0]["text"] for event in events[:-2]]
     assert "".join(texts) == "ab" * 1000
+
+
+def test_clients_do_not_notice_what_keeps_a_stream_alive(start_stub):
+    """The one row is taken for 1.5 s. Meanwhile comments are all there is to say."""
+    server = start_stub({"max_num_seqs": 1}, stream_keep_alive_s=0.1)
+    body = {"model": "stub", "messages": [{"role": "user", "content": "!say:hi"}], "stream": True, "max_tokens": 9}
+    slow = {"model": "stub", "prompt": "!slow", "max_tokens": 30}
+    with ThreadPoolExecutor(4) as pool:
+        busy = pool.submit(httpx.post, server.url + "/v1/completions", json=slow, timeout=30)
+        server.wait_for(lambda: server.llm.stats.num_running == 1)
+        raw = pool.submit(httpx.post, server.url + CHAT, json=body, timeout=30)
+        client = openai.OpenAI(base_url=server.url + "/v1", api_key="-")
+        chunks = pool.submit(lambda: list(client.chat.completions.create(**body)))
+        other = anthropic.Anthropic(base_url=server.url, api_key="-")
+        events = pool.submit(lambda: list(other.messages.create(**body)))
+        assert raw.result().text.startswith(": keep-alive\n\n: keep-alive\n\n")
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks.result()) == "hi"
+        assert [event.type for event in events.result()][-1] == "message_stop"
+        assert busy.result().status_code == 200
