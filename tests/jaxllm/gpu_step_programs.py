@@ -21,7 +21,7 @@ os.environ["XLA_FLAGS"] = f"--xla_dump_to={FOLDER.name} --xla_dump_hlo_as_text" 
 os.environ["MOSAIC_GPU_DUMP_TO"] = FOLDER.name
 
 import jax.numpy as jnp  # noqa: E402
-from hlo_program import instructions, parse  # noqa: E402
+from hlo_program import Computations, instructions, parse  # noqa: E402
 from model_shapes import LLAMA_8B  # noqa: E402
 
 from jaxllm.config import EngineConfig, resolve  # noqa: E402
@@ -59,7 +59,8 @@ def describe(runner: Runner, bucket: Bucket) -> dict[str, object]:
     program = runner._programs[bucket]
     memory = program.memory_analysis()
     (cache_shape,) = {struct.shape for struct in runner._layout.structs(runner.num_pages)}
-    parsed = list(instructions(parse(program)))
+    computations = parse(program)
+    parsed = list(instructions(computations))
     return {
         "is_decode_only": bucket.is_decode_only,
         "implementation": runner._layout.implementation,
@@ -73,9 +74,21 @@ def describe(runner: Runner, bucket: Bucket) -> dict[str, object]:
         # What gives arrays of a cache's shape, and how many of them there are.
         "of_cache_shape": Counter(i.op for i in parsed if cache_shape in i.shapes),
         "copies_of_cache_shape": [i.op for i in parsed if "copy" in i.op and cache_shape in i.shapes],
+        "planned_late": planned_late(computations) if runner._layout.implementation == "gpu" else [],
         "products": Counter(kind for i in parsed if (kind := product_kind(i.op, i.rest))),
         "kernels": Counter(re.search(r"/(paged_attention_\w+)/", i.rest)[1] for i in parsed if i.is_kernel),
     }
+
+
+def planned_late(computations: Computations) -> list[str]:
+    """What computes int32 arrays for the kernels after those of the first layer: each step should need them once."""
+    (entry,) = [body for body in computations.values() if any(i.is_kernel for i in body)]  # In the order of execution.
+    writes = [number for number, i in enumerate(entry) if i.is_kernel and "/paged_attention_write/" in i.rest]
+    return [
+        i.rest
+        for i in entry[writes[1] :]
+        if i.op == "fusion" and "ragged_paged_attention" in i.rest and {dtype for dtype, *_ in i.arrays} == {"s32"}
+    ]
 
 
 def product_kind(op: str, rest: str) -> str | None:

@@ -45,6 +45,7 @@ def check_with_kernels(found: dict) -> None:
         assert program["implementation"] == "gpu"
         check_caches_are_updated_in_place(program)
         check_products_are_made_once(program)
+        assert program["planned_late"] == []
         of_layer = KERNELS[program["is_decode_only"]]
         assert program["kernels"] == {
             f"paged_attention_{name}": n * program["num_layers"] for name, n in of_layer.items()
