@@ -31,7 +31,6 @@ PAGE_SIZES = (16, 32, 64, 128, 256)
 MAX_ROWS_PER_KV_HEAD = 16
 Q_DTYPES = ("bfloat16", "float16")
 NARROW_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
-ROW_TILE = 8  # Rows of a tile in shared memory.
 
 
 def validate(q_TNH: Array, k_TKH: Array, kv_pages: Array, page_table_SP: Array) -> None:
@@ -103,30 +102,30 @@ def _attend_few(
     q_TNH: Array, pages: Ref, out: Ref, rows: StepRows, heads: Heads, scores: Scores, *, decode_only: bool
 ) -> None:
     """Rows of so few tokens that their query heads of one KV head are rows of one product."""
-    (T, N, H), S, K = q_TNH.shape, rows.kv_lens_S.shape[0], pages.shape[1] // 2
-    G = N // K
-    R = -(-G // ROW_TILE) * ROW_TILE
-    max_tokens = 1 if decode_only else ROWS // R
+    (_, N, H), S, K = q_TNH.shape, rows.kv_lens_S.shape[0], pages.shape[1] // 2
+    packing = gpu_packed.Packing.of(N // K, decode_only=decode_only)
     blocks = gpu_blocks.packed(H, q_TNH.dtype, pages.dtype)
     work = gpu_work.plan(
         rows,
-        q_lens=range(1, max_tokens + 1),
+        q_lens=range(1, packing.max_tokens + 1),
         num_heads=K,
         num_units=S,
-        tile=max_tokens,
+        tile=packing.max_tokens,
         alignment=1,
         block=blocks.keys,
         sliding_window=scores.sliding_window,
         num_thread_blocks=blocks.thread_blocks,
     )
+    num_more_heads = max(packing.num_heads(K) - N, 0)
     sinks = None
     if heads.sinks_N is not None:
-        sinks = jnp.tile(jnp.pad(heads.sinks_N.reshape(K, G), ((0, 0), (0, R - G))), (1, ROWS // R))
+        head_KR = packing.first_head(jnp.arange(K))[:, None] + jnp.arange(ROWS) % packing.rows
+        sinks = jnp.pad(heads.sinks_N, (0, num_more_heads))[head_KR]
     parts = gpu_packed.attend(
         gpu_packed.Inputs(
             work=work,
             page_table=rows.page_table_SP,
-            q=jnp.pad(q_TNH.reshape(T, K, G, H), ((0, 0), (0, 0), (0, R - G), (0, 0))),
+            q=jnp.pad(q_TNH, ((0, 0), (0, num_more_heads), (0, 0))),
             k_scales=heads.k_scale_K,
             v_scales=heads.v_scale_K,
             sinks=sinks,
@@ -135,23 +134,17 @@ def _attend_few(
         out,
         scores=scores,
         blocks=blocks,
-        group=G,
-        max_tokens=max_tokens,
+        packing=packing,
     )
-
-    def place(head: Array, unit: Unit, row: Array) -> tuple[Array, Array, Array]:
-        token, i = unit.first + row // R, lax.rem(row, R)
-        return token, head * G + i, (token < unit.end) & (i < G)
-
     inputs = gpu_combine.Inputs(work, parts, heads.v_scale_K, sinks)
-    gpu_combine.combine(inputs, out, num_heads=K, group=1, place=place)
+    gpu_combine.combine(inputs, out, num_heads=K, group=1, place=packing.place)
 
 
 def _attend_many(q_TNH: Array, pages: Ref, out: Ref, rows: StepRows, heads: Heads, scores: Scores) -> None:
     """Rows of more tokens, in tiles at one query head."""
     (T, N, H), S, K = q_TNH.shape, rows.kv_lens_S.shape[0], pages.shape[1] // 2
     G = N // K
-    first_len = ROWS // (-(-G // ROW_TILE) * ROW_TILE) + 1
+    first_len = gpu_packed.Packing.of(G, decode_only=False).max_tokens + 1
     blocks = gpu_blocks.tiles(H, q_TNH.dtype, pages.dtype)
     num_padded_tokens = gpu_tiles.padded_tokens(T)
     work = gpu_work.plan(

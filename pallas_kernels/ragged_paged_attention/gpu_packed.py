@@ -4,6 +4,7 @@ Memory is what such rows wait for. A warpgroup is a thread block of its own, and
 computes; two of them on a multiprocessor keep more in flight than the memory's latency needs.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -16,15 +17,54 @@ from jaxllm.pallas_kernels.ragged_paged_attention.gpu_keys import KVBlocks, Warp
 from jaxllm.pallas_kernels.ragged_paged_attention.gpu_results import Parts, Results
 from jaxllm.pallas_kernels.ragged_paged_attention.gpu_rows import Rows
 from jaxllm.pallas_kernels.ragged_paged_attention.gpu_softmax import ROW_LAYOUT, ROWS, Ref, Scores
-from jaxllm.pallas_kernels.ragged_paged_attention.gpu_work import Segment, Visible, Work, for_each_segment
+from jaxllm.pallas_kernels.ragged_paged_attention.gpu_work import Segment, Unit, Visible, Work, for_each_segment
+
+TILE_ROWS = 8
+
+
+class Packing(NamedTuple):
+    """Which rows of a product are which query heads of a KV head.
+
+    Queries come to shared memory in tiles of 8 heads. Those of a KV head may end within one: others come along.
+    """
+
+    group: int  # Query heads of a KV head.
+    rows: int  # Of each token.
+    max_tokens: int  # Of a unit.
+
+    @classmethod
+    def of(cls, group: int, *, decode_only: bool) -> "Packing":
+        rows = _round_up(group + TILE_ROWS - math.gcd(group, TILE_ROWS))
+        return cls(group, rows, 1 if decode_only else ROWS // rows)
+
+    def first_head(self, kv_head: Any) -> Any:
+        """The query head in a token's first row."""
+        return kv_head * self.group // TILE_ROWS * TILE_ROWS
+
+    def shift(self, kv_head: Any) -> Any:
+        """The row of the KV head's first query head."""
+        return kv_head * self.group - self.first_head(kv_head)
+
+    def num_heads(self, num_kv_heads: int) -> int:
+        """Query heads that an array must have, to have all rows."""
+        return self.first_head(num_kv_heads - 1) + self.rows
+
+    def place(self, kv_head: Any, unit: Unit, row: Any) -> tuple[Any, Any, Any]:
+        """The token and the query head of a row of a unit, and whether it is one."""
+        token, i = unit.first + row // self.rows, lax.rem(row, self.rows) - self.shift(kv_head)
+        return token, kv_head * self.group + i, (token < unit.end) & (i >= 0) & (i < self.group)
+
+
+def _round_up(rows: int) -> int:
+    return -(-rows // TILE_ROWS) * TILE_ROWS
 
 
 class Inputs(NamedTuple):
-    """In the GPU's memory. R: rows of a token, its query heads of one KV head and what pads them to tiles of 8."""
+    """In the GPU's memory."""
 
     work: Work
     page_table: Any  # int32 [S, P]
-    q: Any  # [T, K, R, H]
+    q: Any  # [T, at least Packing.num_heads(K), H]
     k_scales: Any  # float32 [K], or None
     v_scales: Any  # float32 [K], or None
     sinks: Any  # float32 [K, ROWS], logits of base 2, or None
@@ -43,15 +83,10 @@ class Scratch(NamedTuple):
     v_barriers: Any
 
 
-def attend(inputs: Inputs, out: Ref, *, scores: Scores, blocks: Blocks, group: int, max_tokens: int) -> Parts:
-    """Writes the results of units that are whole to `out`, [T, N, H], and gives the parts of the others.
-
-    Args:
-      group: query heads of a KV head.
-      max_tokens: of a unit.
-    """
-    T, _, rows_per_token, H = inputs.q.shape
-    page_size = inputs.pages.shape[2]
+def attend(inputs: Inputs, out: Ref, *, scores: Scores, blocks: Blocks, packing: Packing) -> Parts:
+    """Writes the results of units that are whole to `out`, [T, N, H], and gives the parts of the others."""
+    T, _, H = inputs.q.shape
+    max_tokens, page_size = packing.max_tokens, inputs.pages.shape[2]
     dtype, kv_dtype = inputs.q.dtype, inputs.pages.dtype
 
     def kernel(inputs: Inputs, out: Ref, parts: Parts, scratch: Scratch) -> None:
@@ -80,7 +115,9 @@ def attend(inputs: Inputs, out: Ref, *, scores: Scores, blocks: Blocks, group: i
             for i in range(max_tokens):
                 token = unit.first if i == 0 else jnp.minimum(unit.first + i, T - 1)
                 plgpu.copy_gmem_to_smem(
-                    inputs.q.at[token, head], scratch.q.at[pl.ds(i * rows_per_token, rows_per_token)], scratch.q_barrier
+                    inputs.q.at[token, pl.ds(packing.first_head(head), packing.rows)],
+                    scratch.q.at[pl.ds(i * packing.rows, packing.rows)],
+                    scratch.q_barrier,
                 )
             for i in range(blocks.stages - 1):
                 fetch(segment.first_block + i, jnp.int32(i))
@@ -88,7 +125,7 @@ def attend(inputs: Inputs, out: Ref, *, scores: Scores, blocks: Blocks, group: i
 
             position = unit.first + unit.offset
             if max_tokens > 1:
-                position += plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW_LAYOUT) // rows_per_token
+                position += plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW_LAYOUT) // packing.rows
             state = Rows(
                 scores=scores,
                 blocks=kv,
@@ -112,8 +149,8 @@ def attend(inputs: Inputs, out: Ref, *, scores: Scores, blocks: Blocks, group: i
                         @pl.when(unit.first + i < unit.end)
                         def _(i: int = i) -> None:
                             plgpu.copy_smem_to_gmem(
-                                smem.at[pl.ds(i * rows_per_token, group)],
-                                out.at[unit.first + i, pl.ds(head * group, group), columns],
+                                smem.at[pl.ds(i * packing.rows + packing.shift(head), packing.group)],
+                                out.at[unit.first + i, pl.ds(head * packing.group, packing.group), columns],
                             )
 
                 results.send(state.acc, state.result(sinks, _at(inputs.v_scales, head)), copy)
@@ -132,7 +169,7 @@ def attend(inputs: Inputs, out: Ref, *, scores: Scores, blocks: Blocks, group: i
     wide = tiled((blocks.keys, H), dtype)
     return plgpu.kernel(
         kernel,
-        out_type=(Parts.types(blocks.thread_blocks, rows_per_token * max_tokens, H),),
+        out_type=(Parts.types(blocks.thread_blocks, packing.rows * max_tokens, H),),
         scratch_types=[
             Scratch(
                 q=tiled((ROWS, H), dtype),
