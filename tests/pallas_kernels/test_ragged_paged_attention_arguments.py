@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,8 @@ from jaxllm.pallas_kernels.ragged_paged_attention import (
     ragged_paged_attention,
 )
 from jaxllm.pallas_kernels.ragged_paged_attention.api import IMPLEMENTATIONS
+
+H200 = jax.sharding.AbstractMesh((), (), abstract_device=jax.sharding.AbstractDevice("NVIDIA H200", 132, "gpu"))
 
 
 def trace(
@@ -50,7 +53,8 @@ def trace(
     for name, value in changes.items():
         (arrays if name in arrays else options)[name] = value
     structs = [jax.ShapeDtypeStruct(*array) for array in arrays.values()]
-    return jax.eval_shape(functools.partial(ragged_paged_attention, **options), *structs)
+    with jax.sharding.use_abstract_mesh(H200) if implementation == "gpu" else nullcontext():
+        return jax.eval_shape(functools.partial(ragged_paged_attention, **options), *structs)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -113,6 +117,24 @@ def test_what_is_beyond_the_tpu_kernel_is_named_with_its_limit(change, message):
         trace("tpu", **change)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"head_dim": 80}, "head size is 80; the GPU kernel takes 64, 128, 256"),
+        ({"num_heads": 64}, "32 query heads share a KV head; the GPU kernel takes at most 16"),
+        ({"page_size": 8}, "page_size is 8; the GPU kernel takes 16, 32, 64, 128, 256"),
+        ({"page_size": 48}, "page_size is 48; the GPU kernel takes 16, 32, 64, 128, 256"),
+        ({"kv_dtype": "float16"}, "kv_pages is float16; with queries in bfloat16 the GPU kernel takes bfloat16, int8"),
+        ({"kv_dtype": "float32"}, "kv_pages is float32; with queries in bfloat16 the GPU kernel takes bfloat16, int8"),
+        ({"q_TNH": ((32, 8, 128), "float32")}, "q is float32; the GPU kernel takes bfloat16 and float16"),
+    ],
+    ids=lambda x: None if isinstance(x, str) else "-".join(x),
+)
+def test_what_is_beyond_the_gpu_kernel_is_named_with_its_limit(change, message):
+    with pytest.raises(ValueError, match=message):
+        trace("gpu", **change)
+
+
 def test_support_can_be_asked_for_before_there_are_arrays():
     spec = KVCacheSpec(num_pages=8, page_size=48, num_kv_heads=2, head_dim=128, dtype=jnp.dtype("bfloat16"))
     ask = functools.partial(check_support, num_heads=8, q_dtype=jnp.dtype("bfloat16"), max_seqs=4, max_pages_per_seq=16)
@@ -123,7 +145,7 @@ def test_support_can_be_asked_for_before_there_are_arrays():
 
 
 def test_an_unknown_implementation_is_named():
-    with pytest.raises(ValueError, match="implementation 'cuda' is not known; choose one of reference, xla, tpu"):
+    with pytest.raises(ValueError, match="implementation 'cuda' is not known; choose one of reference, xla, tpu, gpu"):
         trace("cuda")
 
 

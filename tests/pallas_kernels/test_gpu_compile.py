@@ -1,0 +1,59 @@
+"""The GPU kernels through the real compiler, for cards that are not there: they fit, and caches stay where they are."""
+
+from pathlib import Path
+
+import pytest
+from gpu_compilation import compile_in_child
+
+SCRIPT = Path(__file__).with_name("gpu_attention_programs.py")
+LLAMA_8B = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+SMOLLM2 = {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64}  # Groups of three: tiles of 8 heads hold parts of them.
+GEMMA = {"num_heads": 4, "num_kv_heads": 1, "head_dim": 256, "sliding_window": 512}
+GPT_OSS = {"num_heads": 64, "num_kv_heads": 8, "head_dim": 64, "sliding_window": 128, "has_sinks": True}
+
+# Thread blocks of each kernel on a multiprocessor: see `gpu_blocks`.
+TWO_PACKED, ONE_PACKED = {"packed": 2, "tiles": 1}, {"packed": 1, "tiles": 1}
+
+QUICK = [
+    ("h200", LLAMA_8B, TWO_PACKED),
+    ("h200", LLAMA_8B | {"decode_only": True}, TWO_PACKED),
+    ("h100", SMOLLM2 | {"decode_only": True, "q_dtype": "float16", "page_size": 16}, TWO_PACKED),
+    ("h200", GPT_OSS | {"decode_only": True, "kv_dtype": "float8_e4m3fn"}, TWO_PACKED),
+]
+NIGHTLY = [
+    (card, heads | options, blocks)
+    for card in ("h200", "h100")
+    for heads, blocks in ((LLAMA_8B, TWO_PACKED), (SMOLLM2, TWO_PACKED), (GEMMA, ONE_PACKED), (GPT_OSS, TWO_PACKED))
+    for options in (
+        {},
+        {"page_size": 16},
+        {"page_size": 128, "q_dtype": "float16", "soft_cap": 30.0},
+        {"kv_dtype": "int8"},
+        {"kv_dtype": "float8_e4m3fn", "page_size": 32},
+        {"kv_dtype": "float8_e5m2", "decode_only": True},
+    )
+]
+
+
+def check(suite: list[tuple[str, dict, dict]], *, timeout_s: float) -> None:
+    found = compile_in_child(SCRIPT, [(card, options) for card, options, _ in suite], timeout_s=timeout_s)
+    for (card, options, blocks_per_sm), program in zip(suite, found, strict=True):
+        where = f"{card} {options}"
+        decode_only = options.get("decode_only", False)
+        kernels = {name.removeprefix("paged_attention_"): k for name, k in program["kernels"].items()}
+        assert set(kernels) == {"write", "packed", "combine"} | (set() if decode_only else {"tiles"}), where
+        for name, kernel in kernels.items():
+            assert kernel["spill_bytes"] == kernel["stack_bytes"] == 0, (where, name)
+            assert kernel["blocks_per_sm"] >= blocks_per_sm.get(name, 1), (where, name)
+            assert (kernel["num_wgmma"] > 0) == (name in ("packed", "tiles")), (where, name)
+        assert program["aliased_bytes"] >= program["cache_bytes"], where
+        assert program["copies_of_pages"] == program["copies_of_tokens"] == [], where
+
+
+def test_kernels_fit_the_card_and_update_the_cache_in_place():
+    check(QUICK, timeout_s=900)
+
+
+@pytest.mark.nightly
+def test_kernels_of_many_kinds_fit_the_card():
+    check(NIGHTLY, timeout_s=7200)
