@@ -20,6 +20,9 @@ QUICK = [
     ("h100", SMOLLM2 | {"decode_only": True, "q_dtype": "float16", "page_size": 16}, TWO_PACKED),
     ("h200", GPT_OSS | {"decode_only": True, "kv_dtype": "float8_e4m3fn"}, TWO_PACKED),
 ]
+# Tiles of large heads, or of heads of 8 bits, need more registers than there are: scalars of a segment go to memory,
+# outside of the loops over blocks of keys.
+MAX_SPILLED_STACK_BYTES = 320
 NIGHTLY = [
     (card, heads | options, blocks)
     for card in ("h200", "h100")
@@ -43,7 +46,9 @@ def check(suite: list[tuple[str, dict, dict]], *, timeout_s: float) -> None:
         kernels = {name.removeprefix("paged_attention_"): k for name, k in program["kernels"].items()}
         assert set(kernels) == {"write", "packed", "combine"} | (set() if decode_only else {"tiles"}), where
         for name, kernel in kernels.items():
-            assert kernel["spill_bytes"] == kernel["stack_bytes"] == 0, (where, name)
+            may_spill = name == "tiles" and (options["head_dim"] > 128 or "kv_dtype" in options)
+            assert kernel["stack_bytes"] <= (MAX_SPILLED_STACK_BYTES if may_spill else 0), (where, name)
+            assert may_spill or kernel["spill_bytes"] == 0, (where, name)
             assert kernel["blocks_per_sm"] >= blocks_per_sm.get(name, 1), (where, name)
             assert (kernel["num_wgmma"] > 0) == (name in ("packed", "tiles")), (where, name)
         assert program["aliased_bytes"] >= program["cache_bytes"], where
