@@ -9,6 +9,8 @@ A row is a kernel of a program: of the decode program, or of the one for any mix
   shared              bytes of shared memory of a block
   blocks, warps       that an SM has room for, by threads, registers and shared memory; warps of the 64 it can hold
   wgmma               instructions in the PTX; one in a loop counts once
+  loops               instructions / wgmma of each innermost loop with products, in the machine code: what a warp issues
+                      for a block of keys that all rows see whole and, longer, for one that needs a mask
 """
 
 import argparse
@@ -60,7 +62,7 @@ def compile_kernels(cards: Sequence[str], models: Sequence[str], page_size: int)
 def print_figures(programs: Sequence[dict[str, Any]]) -> None:
     print(
         f"{'card':6}{'heads':12}{'program':9}{'kernel':26}{'registers':>10}{'spills':>8}{'shared':>10}"
-        f"{'threads':>9}{'blocks':>8}{'warps':>7}{'wgmma':>7}"
+        f"{'threads':>9}{'blocks':>8}{'warps':>7}{'wgmma':>7}  loops"
     )
     for program in programs:
         num_heads, num_kv_heads, head_dim = program["heads"]
@@ -72,7 +74,8 @@ def print_figures(programs: Sequence[dict[str, Any]]) -> None:
             print(
                 f"{start}{kernel['name']:26}{kernel['registers']:10,}{kernel['spill_bytes']:8,}"
                 f"{kernel['shared_bytes']:10,}{kernel['threads']:9,}{kernel['blocks_per_sm']:8}"
-                f"{kernel['warps_per_sm']:4}/{MAX_WARPS}{kernel['num_wgmma']:7,}"
+                f"{kernel['warps_per_sm']:4}/{MAX_WARPS}{kernel['num_wgmma']:7,}  "
+                + " ".join(f"{instructions}/{wgmma}" for instructions, wgmma in kernel["loops"])
             )
         print(
             f"{start}compiled in {program['compile_s']:.1f} s; {program['temp_bytes'] / 2**20:,.1f} MiB of "
@@ -136,6 +139,7 @@ def _figures(kernel: Any, card: str) -> dict[str, Any]:
         "blocks_per_sm": blocks,
         "warps_per_sm": blocks * -(-kernel.threads // CARDS[card].threads_per_warp),
         "num_wgmma": kernel.num_wgmma,
+        "loops": kernel.loops,
     }
 
 

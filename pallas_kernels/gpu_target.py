@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -117,12 +117,20 @@ def gpu_mesh(card: str) -> Mesh:
     return Mesh(np.array(topology.devices).reshape(1, 1), ("data", "model"))
 
 
+class Loop(NamedTuple):
+    """An innermost loop of the machine code in which something is multiplied: what one trip issues in each warp."""
+
+    num_instructions: int
+    num_wgmma: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class KernelFigures:
     """What one Mosaic GPU kernel takes, as ptxas says, and the tensor core's instructions in its text.
 
     registers: of each thread. spill_bytes: stored and loaded. dynamic_shared_bytes: what the launch asks for.
-    num_wgmma: in the PTX, where one in a loop counts once.
+    num_wgmma: in the PTX, where one in a loop counts once. loops: in the order of the code; none where there is no
+    nvdisasm.
     """
 
     name: str
@@ -133,6 +141,7 @@ class KernelFigures:
     static_shared_bytes: int
     dynamic_shared_bytes: int
     num_wgmma: int
+    loops: tuple[Loop, ...] = ()
 
     def blocks_per_sm(self, card: Card) -> int:
         """How many blocks run on an SM at once; 0 for what does not fit. (CUDA's occupancy calculator, for 9.0.)"""
@@ -198,6 +207,29 @@ def _parse(base: Path) -> KernelFigures:
         static_shared_bytes=int(static_shared_bytes or 0),
         dynamic_shared_bytes=int(_one(r"dynamic_shared_memory_size %c(\d+)_i32", passes)[0]),
         num_wgmma=ptx.count("wgmma.mma_async"),
+        loops=find_loops(sass.read_text()) if (sass := base.with_suffix(".sass_ctrl")).exists() else (),
+    )
+
+
+def find_loops(sass: str) -> tuple[Loop, ...]:
+    """The innermost loops with products in nvdisasm's text: a jump back is the end of one."""
+    instructions: list[str] = []
+    labels: dict[str, int] = {}
+    for line in sass.splitlines():
+        if label := re.match(r"\s*(\.L_\w+):", line):
+            labels[label[1]] = len(instructions)
+        elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\w.*)", line):
+            instructions.append(instruction[1])
+    loops: list[tuple[int, int]] = []
+    for end, instruction in enumerate(instructions):
+        jump = re.match(r"BRA\b.*`\((\.L_\w+)\)", instruction)
+        begin = labels.get(jump[1], end + 1) if jump else end + 1
+        products = sum("HGMMA" in text for text in instructions[begin : end + 1])
+        # What begins before the last loop holds it, or shares its code.
+        if products and not (loops and begin <= loops[-1][1]):
+            loops.append((begin, end))
+    return tuple(
+        Loop(end + 1 - begin, sum("HGMMA" in text for text in instructions[begin : end + 1])) for begin, end in loops
     )
 
 

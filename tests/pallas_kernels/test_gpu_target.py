@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from gpu_compilation import compile_in_child
 
-from jaxllm.pallas_kernels.gpu_target import CARDS, KernelFigures, gpu_mesh
+from jaxllm.pallas_kernels.gpu_target import CARDS, KernelFigures, Loop, find_loops, gpu_mesh
 
 KIB = 1024
 H200, H100 = ["gpu", "NVIDIA H200", "9.0"], ["gpu", "NVIDIA H100 80GB HBM3", "9.0"]
@@ -32,6 +32,28 @@ def test_each_kernel_is_described_once_however_often_its_process_has_compiled_it
         assert 32 <= kernel.registers < 168  # At least what holds the smallest accumulator.
         assert kernel.dynamic_shared_bytes == MATRICES_BYTES[kernel.name]
         assert num_blocks == {"product_64": 8, "product_128": 5, "product_192": 3}[kernel.name]
+
+
+SASS = """
+.L_x_0:
+   -:-:1:Y:02        /*0000*/                   MOV R1, c[0x0][0x28] ;
+.L_x_1:
+   -:-:-:Y:01        /*0010*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R2 ;
+   1:-:-:Y:05        /*0020*/              @!P0 BRA `(.L_x_1) ;
+   -:-:-:Y:01        /*0030*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR24], RZ, !UPT ;
+   -:-:-:Y:01        /*0040*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR24], R24 ;
+   -:-:-:Y:05        /*0050*/             @!UP0 BRA `(.L_x_1) ;
+   -:-:-:Y:01        /*0060*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR24], R24 ;
+.L_x_2:
+   -:-:-:Y:01        /*0070*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR24], R24 ;
+   -:-:-:Y:05        /*0080*/               @P1 BRA `(.L_x_2) ;
+   -:-:-:Y:05        /*0090*/               @P2 BRA `(.L_x_0) ;
+   -:-:-:Y:05        /*00a0*/                   EXIT ;
+"""
+
+
+def test_loops_are_the_innermost_ones_with_products():
+    assert find_loops(SASS) == (Loop(5, 2), Loop(2, 1))
 
 
 @pytest.mark.parametrize(
