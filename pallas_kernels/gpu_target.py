@@ -218,8 +218,8 @@ def find_loops(sass: str) -> tuple[Loop, ...]:
     for line in sass.splitlines():
         if label := re.match(r"\s*(\.L_\w+):", line):
             labels[label[1]] = len(instructions)
-        elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\w.*)", line):
-            instructions.append(instruction[1])
+        elif text := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\w.*)", line):
+            instructions.append(text[1])
     loops: list[tuple[int, int]] = []
     for end, instruction in enumerate(instructions):
         jump = re.match(r"BRA\b.*`\((\.L_\w+)\)", instruction)

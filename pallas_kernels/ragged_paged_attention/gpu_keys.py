@@ -14,10 +14,10 @@ from jaxllm.pallas_kernels.ragged_paged_attention.gpu_work import Visible
 TILE_COLUMNS = 64
 
 
-def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory for matrices that the matrix unit reads, or will be converted for it: swizzled tiles of 8 x 64."""
-    tile = plgpu.TilingTransform((8, TILE_COLUMNS))
-    return plgpu.SMEM(shape, dtype, transforms=(tile, plgpu.SwizzleTransform(TILE_COLUMNS * jnp.dtype(dtype).itemsize)))
+def tiled(shape: tuple[int, ...], dtype: Any, columns: int = TILE_COLUMNS) -> Any:
+    """Shared memory for matrices that the matrix unit reads, or in that form: swizzled tiles of 8 rows."""
+    swizzle = plgpu.SwizzleTransform(columns * jnp.dtype(dtype).itemsize)  # type: ignore[abstract]
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), swizzle))  # type: ignore[abstract]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -135,10 +135,10 @@ def attend(inputs: Inputs, out: Ref, *, scores: Scores, blocks: Blocks, packing:
                 begin_block=lambda block, stage: fetch(
                     block + blocks.stages - 1, lax.rem(stage + blocks.stages - 1, blocks.stages)
                 ),
-            ).attend(segment, visible, position, _at(inputs.k_scales, head), 0)
+            ).attend(segment, visible, position, _at(inputs.k_scales, head), jnp.int32(0))
 
             @pl.when(segment.is_whole)
-            def _() -> None:
+            def send_results() -> None:
                 sinks = (
                     None if inputs.sinks is None else plgpu.layout_cast(plgpu.load(inputs.sinks.at[head]), ROW_LAYOUT)
                 )
@@ -156,7 +156,7 @@ def attend(inputs: Inputs, out: Ref, *, scores: Scores, blocks: Blocks, packing:
                 results.send(state.acc, state.result(sinks, _at(inputs.v_scales, head)), copy)
 
             @pl.when(~segment.is_whole)
-            def _() -> None:
+            def send_part() -> None:
                 results.send_part(state, parts, segment.slot, 0, parts.values.shape[1])
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)

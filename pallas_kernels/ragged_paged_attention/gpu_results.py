@@ -9,6 +9,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxllm.pallas_kernels.ragged_paged_attention.gpu_keys import tiled
 from jaxllm.pallas_kernels.ragged_paged_attention.gpu_softmax import ROWS, Ref, State, scale_rows
 from jaxllm.pallas_kernels.ragged_paged_attention.gpu_work import SLOTS_PER_BLOCK
 
@@ -40,10 +41,9 @@ class Results(NamedTuple):
     @classmethod
     def types(cls, dtype: jnp.dtype, warpgroups: tuple[int, ...] = ()) -> "Results":
         """`warpgroups`: how many, on an axis before the others."""
-        tiles = (plgpu.TilingTransform((8, PART_COLUMNS)), plgpu.SwizzleTransform(4 * PART_COLUMNS))
         return cls(
             out=plgpu.SMEM((*warpgroups, ROWS, OUT_COLUMNS), dtype),
-            values=plgpu.SMEM((*warpgroups, ROWS, PART_COLUMNS), jnp.float32, transforms=tiles),
+            values=tiled((*warpgroups, ROWS, PART_COLUMNS), jnp.float32, PART_COLUMNS),
             weights=plgpu.SMEM((*warpgroups, ROWS), jnp.float32),
         )
 

@@ -147,4 +147,4 @@ def add_values(state: State, weights: Array, v_smem: Ref, weights_smem: Ref | No
         plgpu.wgmma(values, weights_smem, v_smem)
         return values[...]
 
-    return state._replace(acc=state.acc + pl.run_scoped(product, plgpu.ACC(state.acc.shape, jnp.float32)))
+    return state._replace(acc=state.acc + pl.run_scoped(product, plgpu.ACC((ROWS, v_smem.shape[1]), jnp.float32)))

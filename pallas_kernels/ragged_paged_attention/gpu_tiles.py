@@ -4,6 +4,7 @@ The matrix unit is what such rows wait for. Two warpgroups compute, with 64 toke
 multiplies, the other one weighs its scores ("FlashAttention-3", arXiv 2407.08608). A third one fetches.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -133,7 +134,7 @@ def attend(inputs: Inputs, out: Ref, *, scores: Scores, blocks: Blocks, group: i
             plgpu.barrier_arrive(scratch.q_free.at[warpgroup])
 
             @pl.when(segment.is_whole)
-            def _() -> None:
+            def send_results() -> None:
                 sinks = _at(inputs.sinks, head)
 
                 def copy(smem: Ref, columns: pl.Slice) -> None:
@@ -154,7 +155,7 @@ def attend(inputs: Inputs, out: Ref, *, scores: Scores, blocks: Blocks, group: i
                 results.send(state.acc, state.result(sinks, _at(inputs.v_scales, head // group)), copy)
 
             @pl.when(~segment.is_whole)
-            def _() -> None:
+            def send_part() -> None:
                 results.send_part(state, parts, segment.slot, warpgroup * ROWS, ROWS)
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -163,7 +164,7 @@ def attend(inputs: Inputs, out: Ref, *, scores: Scores, blocks: Blocks, group: i
             unit, head = segment.unit, segment.head
             visible = Visible.by(unit, scores.sliding_window)
             for i in range(WARPGROUPS):
-                pl.when(num_earlier > 0)(lambda i=i: plgpu.barrier_wait(scratch.q_free.at[i]))
+                pl.when(num_earlier > 0)(partial(plgpu.barrier_wait, scratch.q_free.at[i]))
                 start = Tile.of(unit, i, num_padded_tokens).start
                 plgpu.copy_gmem_to_smem(
                     inputs.q.at[pl.ds(start, ROWS), head], scratch.q.at[i], scratch.q_barriers.at[i]
@@ -173,9 +174,9 @@ def attend(inputs: Inputs, out: Ref, *, scores: Scores, blocks: Blocks, group: i
                 number = num_earlier + block - segment.first_block
                 stage, is_used = lax.rem(number, blocks.stages), number >= blocks.stages
                 pages = kv.find(unit.seq, visible, block)
-                pl.when(is_used)(lambda: plgpu.barrier_wait(scratch.k_free.at[stage]))
+                pl.when(is_used)(partial(plgpu.barrier_wait, scratch.k_free.at[stage]))
                 kv.fetch_keys(pages, head // group, block, stage)
-                pl.when(is_used)(lambda: plgpu.barrier_wait(scratch.v_free.at[stage]))
+                pl.when(is_used)(partial(plgpu.barrier_wait, scratch.v_free.at[stage]))
                 kv.fetch_values(pages, head // group, block, stage)
 
             lax.fori_loop(segment.first_block, segment.end_block, one, None)
