@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxllm.pallas_kernels.ragged_paged_attention.gpu_work import Unit
 
 LOG2_E = 1.4426950408889634
-MASKED = -1e30  # Finite: what a row that has seen nothing yet adds up, exp2(0), the first real score wipes out.
+MASKED = -1e30  # The maximum of a row that has seen nothing. Finite: from it to a masked score, -inf, it is -inf too.
 ROWS = 64  # Of a warpgroup's matrix product.
 ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
 
@@ -90,8 +90,9 @@ class Scores:
         elif k_scale is not None:
             scores = scores * k_scale
         if positions is not None:
-            scores = jnp.where(self._is_visible(positions, first_key, scores.shape), scores, MASKED / factor)
-        # The factor multiplies last, where it costs nothing: x * factor - max is one operation.
+            scores = jnp.where(self._is_visible(positions, first_key, scores.shape), scores, -jnp.inf)
+        # The factor multiplies last, where it costs nothing: x * factor - max is one operation, which does not round
+        # the product. (Of a finite number instead of -inf it would leave what the maximum was rounded by: 2 ** 1e22.)
         max_ = jnp.maximum(state.max, scores.max(axis=1) * factor)
         weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(max_, scores.shape, [0]))
         correction = jnp.exp2(state.max - max_)
