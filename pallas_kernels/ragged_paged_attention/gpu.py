@@ -70,7 +70,8 @@ def ragged_paged_attention(
     decode_only: bool,
 ) -> tuple[Array, Array]:
     """See `api.ragged_paged_attention`."""
-    # The maximum makes it an array of its own. A part of another one need not lie at a multiple of 16 bytes.
+    # What kernels read must lie at a multiple of 16 bytes, as a result does and a part of another array need not. So
+    # table and scales go through an operation that changes nothing.
     rows = gpu_work.StepRows(kv_lens_S, jnp.maximum(page_table_SP, 0), cu_q_lens, num_seqs)
     narrow = [to_cache_dtype(k_TKH, k_scale_K, kv_pages.dtype), to_cache_dtype(v_TKH, v_scale_K, kv_pages.dtype)]
     # References, so that kernels write where they are.
@@ -80,13 +81,14 @@ def ragged_paged_attention(
     out = jax.new_ref(gpu_write.write(jnp.concatenate(narrow, axis=1), slots_T, pages, out_type))
     heads = Heads(
         sinks_N=None if sinks_N is None else sinks_N.astype(jnp.float32) * LOG2_E,
-        k_scale_K=k_scale_K,
-        v_scale_K=v_scale_K,
+        k_scale_K=None if k_scale_K is None else jnp.maximum(k_scale_K, jnp.finfo(jnp.float32).tiny),
+        v_scale_K=None if v_scale_K is None else jnp.maximum(v_scale_K, jnp.finfo(jnp.float32).tiny),
     )
+    packing = gpu_packed.Packing.of(q_TNH.shape[1] // k_TKH.shape[1], decode_only=decode_only)
     scores = Scores(sm_scale=sm_scale, sliding_window=sliding_window, soft_cap=soft_cap)
-    _attend_few(q_TNH, pages, out, rows, heads, scores, decode_only=decode_only)
-    if not decode_only:
-        _attend_many(q_TNH, pages, out, rows, heads, scores)
+    _attend_few(q_TNH, pages, out, rows, heads, scores, packing)
+    if not decode_only and q_TNH.shape[0] > packing.max_tokens:
+        _attend_many(q_TNH, pages, out, rows, heads, scores, first_len=packing.max_tokens + 1)
     return out[...], pages[...]
 
 
@@ -99,11 +101,16 @@ class Heads(NamedTuple):
 
 
 def _attend_few(
-    q_TNH: Array, pages: Ref, out: Ref, rows: StepRows, heads: Heads, scores: Scores, *, decode_only: bool
+    q_TNH: Array,
+    pages: Ref,
+    out: Ref,
+    rows: StepRows,
+    heads: Heads,
+    scores: Scores,
+    packing: gpu_packed.Packing,
 ) -> None:
     """Rows of so few tokens that their query heads of one KV head are rows of one product."""
     (_, N, H), S, K = q_TNH.shape, rows.kv_lens_S.shape[0], pages.shape[1] // 2
-    packing = gpu_packed.Packing.of(N // K, decode_only=decode_only)
     blocks = gpu_blocks.packed(H, q_TNH.dtype, pages.dtype)
     work = gpu_work.plan(
         rows,
@@ -140,11 +147,12 @@ def _attend_few(
     gpu_combine.combine(inputs, out, num_heads=K, group=1, place=packing.place)
 
 
-def _attend_many(q_TNH: Array, pages: Ref, out: Ref, rows: StepRows, heads: Heads, scores: Scores) -> None:
-    """Rows of more tokens, in tiles at one query head."""
+def _attend_many(
+    q_TNH: Array, pages: Ref, out: Ref, rows: StepRows, heads: Heads, scores: Scores, *, first_len: int
+) -> None:
+    """Rows of at least `first_len` tokens, in tiles at one query head."""
     (T, N, H), S, K = q_TNH.shape, rows.kv_lens_S.shape[0], pages.shape[1] // 2
     G = N // K
-    first_len = gpu_packed.Packing.of(G, decode_only=False).max_tokens + 1
     blocks = gpu_blocks.tiles(H, q_TNH.dtype, pages.dtype)
     num_padded_tokens = gpu_tiles.padded_tokens(T)
     work = gpu_work.plan(
