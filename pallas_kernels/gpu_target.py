@@ -96,8 +96,8 @@ def environment(plugin: Path) -> dict[str, str]:
     }
 
 
-def gpu_mesh(card: str) -> Mesh:
-    """A mesh ("data", "model") of one described device, to lower and compile for under `jax.set_mesh`.
+def gpu_mesh(card: str, num_devices: int = 1) -> Mesh:
+    """A mesh ("data", "model") of shape (1, num_devices), all described, to lower and compile for under `jax.set_mesh`.
 
     Raises:
       ValueError: no card of that name in CARDS.
@@ -107,14 +107,14 @@ def gpu_mesh(card: str) -> Mesh:
         raise ValueError(f"card is {card!r}; choose one of {', '.join(CARDS)}")
     try:
         topology = topologies.get_topology_desc(
-            "1x1x1", "cuda", topology="1x1x1", target_config=CARDS[card].description()
+            f"1x1x{num_devices}", "cuda", topology=f"1x1x{num_devices}", target_config=CARDS[card].description()
         )
     except NotImplementedError as error:
         raise FileNotFoundError(
             "JAX's CUDA plugin was not found: install it into a folder with `make cuda`, and start Python with the "
             "variables of `gpu_target.environment`"
         ) from error
-    return Mesh(np.array(topology.devices).reshape(1, 1), ("data", "model"))
+    return Mesh(np.array(topology.devices).reshape(1, num_devices), ("data", "model"))
 
 
 class Loop(NamedTuple):

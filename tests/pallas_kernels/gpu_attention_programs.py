@@ -27,13 +27,14 @@ def compile_attention(
     kv_dtype: str | None = None,
     has_sinks: bool = False,
     decode_only: bool = False,
+    num_devices: int = 1,
     **options: float,
 ) -> dict:
-    mesh = gpu_mesh(card)
-    sharding = NamedSharding(mesh, PartitionSpec())
+    mesh = gpu_mesh(card, num_devices)
+    whole, heads = PartitionSpec(), PartitionSpec(None, "model")
 
-    def struct(dtype: str, *shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    def struct(dtype: str, *shape: int, spec: PartitionSpec = whole) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
     kv_dtype = kv_dtype or q_dtype
     T = NUM_SEQS if decode_only else NUM_CHUNK_TOKENS
@@ -44,7 +45,7 @@ def compile_attention(
         head_dim=head_dim,
         dtype=jnp.dtype(kv_dtype),
     )
-    new_tokens = struct(q_dtype, T, num_kv_heads, head_dim)
+    new_tokens = struct(q_dtype, T, num_kv_heads, head_dim, spec=heads)
     arrays: dict[str, jax.ShapeDtypeStruct] = {"sinks_N": struct("float32", num_heads)} if has_sinks else {}
     if kv_dtype != q_dtype:
         arrays |= {name: struct("float32", num_kv_heads) for name in ("k_scale", "v_scale")}
@@ -60,11 +61,14 @@ def compile_attention(
         )
 
     with jax.set_mesh(mesh):
+        if num_devices > 1:
+            in_specs, out_specs = (heads,) * 4 + (whole,) * 4, (heads, heads)
+            attend = jax.shard_map(attend, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         lowered = jax.jit(attend, donate_argnums=3).lower(
-            struct(q_dtype, T, num_heads, head_dim),
+            struct(q_dtype, T, num_heads, head_dim, spec=heads),
             new_tokens,
             new_tokens,
-            struct(kv_dtype, *kv_cache_shape(spec, "gpu")),
+            struct(kv_dtype, *kv_cache_shape(spec, "gpu"), spec=heads),
             struct("int32", NUM_SEQS),
             struct("int32", NUM_SEQS, PAGES_PER_SEQ),
             struct("int32", NUM_SEQS + 1),
@@ -74,11 +78,13 @@ def compile_attention(
         compiled, kernels = compile_with_figures(lowered)
     memory = compiled.memory_analysis()
     hlo = compiled.as_text()
-    pages = ",".join(map(str, kv_cache_shape(spec, "gpu")))
+    num_pages, num_tiles, *tile = kv_cache_shape(spec, "gpu")
+    pages = ",".join(map(str, (num_pages, num_tiles // num_devices, *tile)))
     return {
         "kernels": {k.name: asdict(k) | {"blocks_per_sm": k.blocks_per_sm(CARDS[card])} for k in kernels},
         "aliased_bytes": memory.alias_size_in_bytes,
-        "cache_bytes": spec.num_pages * 2 * num_kv_heads * page_size * head_dim * spec.dtype.itemsize,
+        "cache_bytes": spec.num_pages * num_tiles // num_devices * page_size * head_dim * spec.dtype.itemsize,
+        "collectives": re.findall(r"\b(?:all-[a-z]+|collective-[a-z]+|reduce-scatter)(?:-start)?\(", hlo),
         "copies_of_pages": re.findall(rf"\[{pages}\]\S* (?:copy|fusion)\(.*", hlo),
         # Where queries or results are laid out anew, they are read and written once more.
         "copies_of_tokens": re.findall(rf"\[{T},\d+,{head_dim}\]\S* copy\(.*", hlo),

@@ -17,6 +17,7 @@ TWO_PACKED, ONE_PACKED = {"packed": 2, "tiles": 1}, {"packed": 1, "tiles": 1}
 QUICK = [
     ("h200", LLAMA_8B, TWO_PACKED),
     ("h200", LLAMA_8B | {"decode_only": True}, TWO_PACKED),
+    ("h200", LLAMA_8B | {"num_devices": 2}, TWO_PACKED),  # Each has half of the heads.
     ("h100", SMOLLM2 | {"decode_only": True, "q_dtype": "float16", "page_size": 16}, TWO_PACKED),
     ("h200", GPT_OSS | {"decode_only": True, "kv_dtype": "float8_e4m3fn"}, TWO_PACKED),
 ]
@@ -52,6 +53,7 @@ def check(suite: list[tuple[str, dict, dict]], *, timeout_s: float) -> None:
             assert kernel["blocks_per_sm"] >= blocks_per_sm.get(name, 1), (where, name)
             assert (kernel["num_wgmma"] > 0) == (name in ("packed", "tiles")), (where, name)
         assert program["aliased_bytes"] >= program["cache_bytes"], where
+        assert program["collectives"] == [], where
         assert program["copies_of_pages"] == program["copies_of_tokens"] == [], where
 
 
