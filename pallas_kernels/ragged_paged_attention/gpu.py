@@ -159,8 +159,8 @@ def _attend_many(
         rows,
         q_lens=range(first_len, T + 1),
         num_heads=N,
-        # A row that is not aligned can need one more than its tokens fill, besides the one that they do not fill.
-        num_units=T // gpu_tiles.TILE + 2 * min(S, T // first_len),
+        # Of each row all but one token of a tile can be missing at its end, and of what tiles are aligned to before it.
+        num_units=(T + (gpu_tiles.TILE + gpu_tiles.ALIGNMENT - 2) * min(S, T // first_len)) // gpu_tiles.TILE,
         tile=gpu_tiles.TILE,
         alignment=gpu_tiles.ALIGNMENT,
         block=blocks.keys,

@@ -16,7 +16,7 @@ from jaxllm.pallas_kernels.ragged_paged_attention.gpu_blocks import Blocks
 from jaxllm.pallas_kernels.ragged_paged_attention.gpu_keys import KVBlocks, Warpgroup, tiled
 from jaxllm.pallas_kernels.ragged_paged_attention.gpu_results import Parts, Results
 from jaxllm.pallas_kernels.ragged_paged_attention.gpu_rows import Rows
-from jaxllm.pallas_kernels.ragged_paged_attention.gpu_softmax import ROW_LAYOUT, ROWS, Ref, Scores
+from jaxllm.pallas_kernels.ragged_paged_attention.gpu_softmax import ROW_LAYOUT, ROWS, Ref, Scores, at_head
 from jaxllm.pallas_kernels.ragged_paged_attention.gpu_work import Segment, Unit, Visible, Work, for_each_segment
 
 TILE_ROWS = 8
@@ -135,7 +135,7 @@ def attend(inputs: Inputs, out: Ref, *, scores: Scores, blocks: Blocks, packing:
                 begin_block=lambda block, stage: fetch(
                     block + blocks.stages - 1, lax.rem(stage + blocks.stages - 1, blocks.stages)
                 ),
-            ).attend(segment, visible, position, _at(inputs.k_scales, head), jnp.int32(0))
+            ).attend(segment, visible, position, at_head(inputs.k_scales, head), jnp.int32(0))
 
             @pl.when(segment.is_whole)
             def send_results() -> None:
@@ -153,7 +153,7 @@ def attend(inputs: Inputs, out: Ref, *, scores: Scores, blocks: Blocks, packing:
                                 out.at[unit.first + i, pl.ds(head * packing.group, packing.group), columns],
                             )
 
-                results.send(state.acc, state.result(sinks, _at(inputs.v_scales, head)), copy)
+                results.send(state.acc, state.result(sinks, at_head(inputs.v_scales, head)), copy)
 
             @pl.when(~segment.is_whole)
             def send_part() -> None:
@@ -186,7 +186,3 @@ def attend(inputs: Inputs, out: Ref, *, scores: Scores, blocks: Blocks, packing:
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         kernel_name="paged_attention_packed",
     )(inputs, out)[0]
-
-
-def _at(scales: Ref | None, head: Array) -> Array | None:
-    return None if scales is None else scales[head]

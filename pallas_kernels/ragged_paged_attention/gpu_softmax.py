@@ -50,6 +50,11 @@ class State(NamedTuple):
         return factor if v_scale is None else factor * v_scale
 
 
+def at_head(values: Ref | None, head: Array) -> Array | None:
+    """What there is for a head, if there is anything."""
+    return None if values is None else values[head]
+
+
 def scale_rows(x: Array, factor: Array) -> Array:
     """[ROWS, X] times [ROWS]."""
     return x * lax.broadcast_in_dim(factor, x.shape, [0])

@@ -16,7 +16,7 @@ from jaxllm.pallas_kernels.ragged_paged_attention.gpu_blocks import Blocks
 from jaxllm.pallas_kernels.ragged_paged_attention.gpu_keys import KVBlocks, Warpgroup, tiled
 from jaxllm.pallas_kernels.ragged_paged_attention.gpu_results import Parts, Results
 from jaxllm.pallas_kernels.ragged_paged_attention.gpu_rows import Rows
-from jaxllm.pallas_kernels.ragged_paged_attention.gpu_softmax import ROW_LAYOUT, ROWS, Ref, Scores
+from jaxllm.pallas_kernels.ragged_paged_attention.gpu_softmax import ROW_LAYOUT, ROWS, Ref, Scores, at_head
 from jaxllm.pallas_kernels.ragged_paged_attention.gpu_work import Segment, Unit, Visible, Work, for_each_segment
 
 WARPGROUPS = 2  # That compute.
@@ -128,14 +128,14 @@ def attend(inputs: Inputs, out: Ref, *, scores: Scores, blocks: Blocks, group: i
                 segment,
                 Visible.by(unit, scores.sliding_window),
                 tile.start + unit.offset + rows,
-                _at(inputs.k_scales, head // group),
+                at_head(inputs.k_scales, head // group),
                 num_earlier,
             )
             plgpu.barrier_arrive(scratch.q_free.at[warpgroup])
 
             @pl.when(segment.is_whole)
             def send_results() -> None:
-                sinks = _at(inputs.sinks, head)
+                sinks = at_head(inputs.sinks, head)
 
                 def copy(smem: Ref, columns: pl.Slice) -> None:
                     # As many rows as there are, by the binary digits of their number: a copy has a size that is known.
@@ -152,7 +152,7 @@ def attend(inputs: Inputs, out: Ref, *, scores: Scores, blocks: Blocks, group: i
 
                         token += count & size
 
-                results.send(state.acc, state.result(sinks, _at(inputs.v_scales, head // group)), copy)
+                results.send(state.acc, state.result(sinks, at_head(inputs.v_scales, head // group)), copy)
 
             @pl.when(~segment.is_whole)
             def send_part() -> None:
@@ -225,7 +225,3 @@ def attend(inputs: Inputs, out: Ref, *, scores: Scores, blocks: Blocks, group: i
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         kernel_name="paged_attention_tiles",
     )(inputs, out)[0]
-
-
-def _at(values: Ref | None, head: Array) -> Array | None:
-    return None if values is None else values[head]

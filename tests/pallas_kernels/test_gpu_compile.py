@@ -23,7 +23,7 @@ QUICK = [
 ]
 # Tiles of large heads, or of heads of 8 bits, need more registers than there are: scalars of a segment go to memory,
 # outside of the loops over blocks of keys.
-MAX_SPILLED_STACK_BYTES = 320
+MAX_SPILLED_STACK_BYTES = 512
 NIGHTLY = [
     (card, heads | options, blocks)
     for card in ("h200", "h100")
