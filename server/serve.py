@@ -156,7 +156,7 @@ class _Supervisor:
         """Keeps a process for each API worker until the server ends."""
         processes = [WorkerProcess(worker, address, self._board) for worker in self._workers]
         try:
-            while self._board.phase < Phase.SHUTTING_DOWN or any(process.is_alive for process in processes):
+            while self._board.phase < Phase.SHUTTING_DOWN or any(process.may_have_requests for process in processes):
                 if self._board.phase < Phase.SHUTTING_DOWN:
                     for process in processes:
                         process.keep()

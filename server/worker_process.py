@@ -37,6 +37,11 @@ class WorkerProcess:
     def is_alive(self) -> bool:
         return self._process.is_alive()
 
+    @property
+    def may_have_requests(self) -> bool:
+        """Whether its end is to be waited for. A process that is only starting has nothing to finish."""
+        return self.is_alive and (self._has_served or self._board.serves(self._worker.index))
+
     def keep(self) -> None:
         """Starts the process again if it has died, and its pause is over. To be called again and again.
 

@@ -63,3 +63,11 @@ def test_a_long_life_is_forgiven(make_process, monkeypatch, caplog):
         time.sleep(0.02)
         process.keep()  # starts it again
     assert [record.args[-1] for record in caplog.records if record.name == "jaxllm.server"] == [0.01] * 3
+
+
+def test_what_has_not_served_yet_is_not_waited_for(make_process):
+    process, board = make_process(serves=False)
+    assert process.is_alive  # It is starting, which takes an interpreter its time.
+    assert not process.may_have_requests
+    board.set_worker(0, serves=True, num_active=0)
+    assert process.may_have_requests or not process.is_alive
