@@ -5,12 +5,14 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from jaxllm.pallas_kernels.ragged_paged_attention.gpu_results import OUT_COLUMNS, PART_COLUMNS
+from jaxllm.pallas_kernels.ragged_paged_attention.gpu_softmax import ROWS
+
 NUM_SMS = 132  # Of Hopper in the SXM form, where no device says otherwise.
 SM_BYTES = 228 << 10  # Shared memory of Hopper's multiprocessors,
 RESERVED_BYTES = 1 << 10  # of which each thread block loses some to CUDA, and some to barriers.
 BARRIER_BYTES = 512
 MAX_STAGES = 4
-ROWS = 64  # Of a warpgroup.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +35,7 @@ def tiles(head_dim: int, q_dtype: jnp.dtype, kv_dtype: jnp.dtype) -> Blocks:
     """One thread block on a multiprocessor: two warpgroups that compute take most of the registers."""
     keys = 64 if head_dim > 128 else 128
     # Queries, and results on their way: `gpu_results`.
-    fixed = 2 * ROWS * ((head_dim + 64) * q_dtype.itemsize + 32 * 4 + 4)
+    fixed = 2 * ROWS * ((head_dim + OUT_COLUMNS) * q_dtype.itemsize + PART_COLUMNS * 4 + 4)
     return _fill(keys, 1, fixed, head_dim, q_dtype, kv_dtype)
 
 

@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxllm.pallas_kernels.ragged_paged_attention.gpu_results import Parts
 from jaxllm.pallas_kernels.ragged_paged_attention.gpu_softmax import MASKED, Ref
-from jaxllm.pallas_kernels.ragged_paged_attention.gpu_work import SLOTS_PER_BLOCK, Unit, Work, read_unit
+from jaxllm.pallas_kernels.ragged_paged_attention.gpu_work import SLOTS_PER_BLOCK, Unit, Work, read_unit, slot_of_part
 
 ROWS = 8  # Of a thread block.
 NUM_LOADS = 8  # Parts on their way at a time: each takes as long as the memory's latency.
@@ -62,7 +62,7 @@ def combine(
                 first, last = thread_block - 1, (unit_end - 1) // quota
 
                 def load(part: Array) -> tuple[Array, Array]:
-                    slot = SLOTS_PER_BLOCK * jnp.minimum(part, last) + (part == first).astype(jnp.int32)
+                    slot = slot_of_part(jnp.minimum(part, last), part == first)
                     rows = pl.ds(first_row, ROWS)
                     values = plgpu.load(parts.values.at[slot, rows], optimized=False)
                     weights = plgpu.load(parts.weights.at[slot, rows], optimized=False)

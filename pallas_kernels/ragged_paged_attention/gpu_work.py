@@ -144,6 +144,11 @@ def read_unit(work: Work, number: Any) -> tuple[Any, Unit, Any, Any]:
     return head, unit, head * total + work.ends[row], head * total + work.ends[row + 1]
 
 
+def slot_of_part(thread_block: Any, begins_unit: Any) -> Any:
+    """Where a thread block leaves its part of a unit, which begins with it or in a thread block before."""
+    return SLOTS_PER_BLOCK * thread_block + begins_unit.astype(jnp.int32)
+
+
 def for_each_segment(work: Work, thread_block: Any, body: Callable[[Segment, Any], Any], carry: Any) -> Any:
     """In a kernel: `carry = body(segment, carry)` for what a thread block has to do, in order."""
     quota = work.totals[2]
@@ -159,7 +164,7 @@ def for_each_segment(work: Work, thread_block: Any, body: Callable[[Segment, Any
             first_block=first_block + first,
             end_block=first_block + last,
             is_whole=(first == unit_begin) & (last == unit_end),
-            slot=SLOTS_PER_BLOCK * thread_block + (first == unit_begin).astype(jnp.int32),
+            slot=slot_of_part(thread_block, first == unit_begin),
         )
         return body(segment, carry)
 
