@@ -119,7 +119,8 @@ class _Supervisor:
     async def run(self, engine_process: EngineProcess, model: str) -> None:
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
-            if signal.getsignal(number) is signal.SIG_IGN:  # as nohup does with SIGHUP
+            # As nohup does with SIGHUP, and a script with SIGINT for what it runs in the background.
+            if number != signal.SIGTERM and signal.getsignal(number) is signal.SIG_IGN:
                 continue
             loop.add_signal_handler(number, self._on_signal, signal.Signals(number).name)
         logger.info("loading %s", model)

@@ -207,6 +207,16 @@ def test_a_server_under_nohup_does_not_end_with_its_terminal(run_serve):
     assert httpx.get(server.url + "/ready").status_code == 200
 
 
+def test_a_server_can_be_ended_where_its_parent_ignores_sigterm(run_serve):
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        server = run_serve()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    server.signal()
+    assert server.wait() == 0
+
+
 def test_a_signal_while_the_model_loads_ends_it_at_once(run_serve):
     server = run_serve(engine="stub_engine:SlowStartEngine", wait=False)
     server.wait_for(lambda: any("loading" in line for line in server.lines))
