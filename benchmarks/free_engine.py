@@ -18,7 +18,7 @@ MAX_MODEL_LEN = 8192
 
 
 class FreeEngine:
-    """See `jaxllm.engine.core_process.Core`. All requests run at once."""
+    """See `jaxllm.engine.core.Core`. All requests run at once."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.info = EngineInfo(

@@ -72,7 +72,7 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(import_module(f"jaxllm.{_HOMES[name]}"), name)
     except ModuleNotFoundError as error:
-        if error.name in ("msgspec", "zmq"):
+        if error.name == "msgspec":
             raise ImportError(f"{name} needs {error.name}: pip install 'jaxllm[serve]'") from error
         raise
 

@@ -144,8 +144,9 @@ class Generation:
         return not self._num_running
 
     def listen(self, on_news: Callable[[], None]) -> None:
-        """`on_news` is called when there is something to take, or an error to be raised."""
-        self._stream.on_news = on_news
+        """`on_news` is called when there is something to take, or an error to be raised. Once this is closed there is
+        nothing, and nobody is kept."""
+        self._stream.on_news = _nobody if self._has_ended else on_news
 
     def take(self) -> OutputDelta | None:
         """What is new of one choice, until there is nothing (None). The last delta of a choice has the finish reason
@@ -183,7 +184,7 @@ class Generation:
         if self._has_ended:
             return
         self._has_ended = True
-        self.listen(_nobody)
+        self._stream.on_news = _nobody
         with self._resources:
             self._stream.close()
             self._report()

@@ -59,6 +59,6 @@ def test_only_the_engine_in_process_needs_jax():
 
 
 def test_what_is_not_installed_is_named_with_the_extra_that_has_it():
-    program = "import sys; sys.modules['zmq'] = None; import jaxllm; jaxllm.SamplingParams; jaxllm.AsyncLLM"
+    program = "import sys; sys.modules['msgspec'] = None; import jaxllm; jaxllm.SamplingParams; jaxllm.AsyncLLM"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert result.stderr.splitlines()[-1] == "ImportError: AsyncLLM needs zmq: pip install 'jaxllm[serve]'"
+    assert result.stderr.splitlines()[-1] == "ImportError: AsyncLLM needs msgspec: pip install 'jaxllm[serve]'"

@@ -3,12 +3,9 @@
 import asyncio
 import itertools
 import json
-import os
 import time
 from collections.abc import Callable
 from typing import Any, Literal
-
-import zmq
 
 import jaxllm.errors
 from jaxllm.engine.core_messages import (
@@ -16,10 +13,7 @@ from jaxllm.engine.core_messages import (
     Answer,
     End,
     EndReason,
-    Forgotten,
-    Goodbye,
     Heartbeat,
-    Hello,
     Message,
     Question,
     Ready,
@@ -35,18 +29,16 @@ from jaxllm.engine.core_request import CoreRequest
 from jaxllm.engine.engine_info import EngineInfo
 from jaxllm.engine.engine_process import error_path
 from jaxllm.engine.engine_stats import EngineStats
+from jaxllm.engine.frame_socket import FrameSocket
 from jaxllm.errors import EngineDeadError, JaxLLMError, OverloadedError
 
 State = Literal["starting", "ready", "restarting", "stopped"]
 
-_RECONNECT_MS = 50
-_LOOK_S = 0.2  # how often to look whether the process has given up, while it is not there
-_MAX_MESSAGES = 64  # to be read before others of the event loop have their turn
-_LINGER_MS = 1000  # for the goodbye
+_RETRY_S = 0.05  # how often to look for a core, or why there is none, while nobody listens
 
 
 class CoreClient:
-    """Says Hello whenever a core begins to listen at the address, and hears what it says.
+    """Connects whenever a core listens at the address, and hears what it says.
 
     It belongs to the event loop in which it was made.
 
@@ -66,15 +58,13 @@ class CoreClient:
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
         self._error_path = error_path(address)
-        self._folder = self._error_path.parent
         self._last_heard = time.monotonic()
         self._ready = self._loop.create_future()  # done when the core is ready, or will never be
         self._submits: dict[int, asyncio.Future[None]] = {}  # by the first handle
         self._questions: dict[int, asyncio.Future[bool]] = {}  # by the number
         self._numbers = itertools.count(1)
-        self._is_read_planned = False
-        self._connect()
-        self._watcher = self._loop.create_task(self._watch())
+        self._connection: FrameSocket | None = None
+        self._connecting = self._loop.create_task(self._connect())
 
     @property
     def heartbeat_age_s(self) -> float:
@@ -127,39 +117,33 @@ class CoreClient:
 
     def close(self) -> None:
         """Takes leave of the core, which ends the requests."""
-        if self.state == "stopped":
-            return
-        if self.state == "ready":
-            self._send(Goodbye())
-        self._stop(EngineDeadError("the connection to the engine has been closed"))
+        if self.state != "stopped":
+            self._stop(EngineDeadError("the connection to the engine has been closed"))
 
     # The connection
 
-    def _connect(self) -> None:
-        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        self._socket = socket
-        socket.setsockopt(zmq.LINGER, _LINGER_MS)
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.RCVHWM, 0)
-        socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-        self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        socket.connect(self.address)
-        self._loop.add_reader(socket.fileno(), self._read)
-        self._loop.add_reader(self._monitor.fileno(), self._notice)
-        self._notice()  # its file descriptor tells of news only after it was asked once
-        self._send(Hello())
+    async def _connect(self) -> None:
+        """Waits for a core to listen, unless none ever will."""
+        while True:
+            try:
+                self._connection = FrameSocket.connect(self.address)
+            except OSError:
+                if self._error_path.exists():
+                    said = json.loads(self._error_path.read_text())
+                    self._stop(_error(said["error"], said["message"]))
+                elif not self._error_path.parent.exists():
+                    self._stop(EngineDeadError("the engine process was stopped by its owner"))
+                await asyncio.sleep(_RETRY_S)
+            else:
+                self._loop.add_reader(self._connection.fileno(), self._read)
+                return
 
     def _disconnect(self) -> None:
-        for socket in (self._socket, self._monitor):
-            self._loop.remove_reader(socket.fileno())
-        self._socket.disable_monitor()
-        self._monitor.close(0)
-        self._socket.close()
-
-    def _notice(self) -> None:
-        """The only event that is asked for: whoever listened there does not any more."""
-        if _has_news(self._monitor):
-            self._lose("the engine process has ended")
+        if self._connection is not None:
+            self._loop.remove_reader(self._connection.fileno())
+            self._loop.remove_writer(self._connection.fileno())
+            self._connection.close()
+            self._connection = None
 
     def _lose(self, reason: str) -> None:
         """Forgets all requests, and waits for the next core."""
@@ -169,13 +153,13 @@ class CoreClient:
             self._ready = self._loop.create_future()
             self.num_lost += 1
         self._fail_all(EngineDeadError(reason))
-        self._connect()
+        self._connecting = self._loop.create_task(self._connect())
         self._on_lost(reason)
 
     def _stop(self, error: JaxLLMError) -> None:
         """Nothing will come any more."""
         self.state = "stopped"
-        self._watcher.cancel()
+        self._connecting.cancel()
         self._disconnect()
         if not self._ready.done():
             self._ready.set_exception(error)
@@ -189,18 +173,6 @@ class CoreClient:
             if not future.done():
                 future.set_exception(error)
 
-    async def _watch(self) -> None:
-        """While the core is not there: has it given up?"""
-        while True:
-            await asyncio.sleep(_LOOK_S)
-            if self.state == "ready":
-                continue
-            if self._error_path.exists():
-                said = json.loads(self._error_path.read_text())
-                self._stop(_error(said["error"], said["message"]))
-            elif not os.path.exists(self._folder):
-                self._stop(EngineDeadError("the engine process was stopped by its owner"))
-
     def _require_ready(self) -> None:
         if self.state != "ready":
             raise EngineDeadError(f"the engine is {self.state}; try again when it is ready")
@@ -211,34 +183,33 @@ class CoreClient:
         self._send_frame(encode(message))
 
     def _send_frame(self, frame: bytes) -> None:
-        self._socket.send(frame, zmq.NOBLOCK)
-        if _has_news(self._socket):  # for which its file descriptor may not wake us any more
-            self._plan_read()
+        assert self._connection is not None
+        self._connection.send(frame)
+        if self._connection.has_unsent:
+            self._loop.add_writer(self._connection.fileno(), self._flush)
 
-    def _plan_read(self) -> None:
-        if not self._is_read_planned:
-            self._is_read_planned = True
-            self._loop.call_soon(self._read)
+    def _flush(self) -> None:
+        assert self._connection is not None
+        self._connection.flush()
+        if not self._connection.has_unsent:
+            self._loop.remove_writer(self._connection.fileno())
 
     def _read(self) -> None:
-        """Hears what has come. The file descriptor tells of news once, so all is read, now or soon."""
-        self._is_read_planned = False
-        socket, number = self._socket, 0
-        if socket.closed:
+        """Hears what has come."""
+        connection, number = self._connection, 0
+        assert connection is not None
+        try:
+            frames = connection.receive()
+        except ConnectionError:
+            self._lose("the engine process has ended, or has closed the connection")
             return
-        for _ in range(_MAX_MESSAGES):
-            try:
-                frame = socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                break
+        for frame in frames:
             message = decode_to_client(frame)
             if isinstance(message, Tokens | Heartbeat):
                 number = message.number
             self._hear(message)
-            if socket is not self._socket or self.state == "stopped":
+            if connection is not self._connection:
                 return
-        else:
-            self._plan_read()
         if number:
             self._loop.call_soon(self._acknowledge, number)  # after what the news have set going
 
@@ -268,13 +239,6 @@ class CoreClient:
                 self.state = "ready"
                 if not self._ready.done():
                     self._ready.set_result(None)
-            case Forgotten():
-                self._lose("the engine process does not know this client any more")
-
-
-def _has_news(socket: zmq.Socket[bytes]) -> bool:
-    """Whether something can be read. If not, its file descriptor tells when."""
-    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
 def _resolve(futures: dict[int, asyncio.Future[Any]], number: int, value: Any) -> None:

@@ -1,17 +1,18 @@
-"""What a core process and its clients say to each other, as msgpack.
+"""What a core process and its clients say to each other: msgpack, in the frames of a `FrameSocket`.
 
     client                                       core
-    Hello ──────────────────────────────────────►
+    connects ───────────────────────────────────►
                                         ◄─────── Ready        what the engine is
     Submit(handles) ────────────────────────────►
                                         ◄─────── Taken, or Refused
                                         ◄─────── Tokens       one for each step that brought the client something
                                         ◄─────── Heartbeat    at least every 100 ms, but not in the middle of a step
     Ack(number) ────────────────────────────────►              of both, the latest received
-    End(handles), a Question, Goodbye ──────────►
+    End(handles), a Question ───────────────────►
                                         ◄─────── Answer       to the Question
-                                        ◄─────── Forgotten    the core does not know this client (any more)
+    closes ─────────────────────────────────────►              its requests end
 
+The core closes connections that it has no use for: whose client receives nothing any more, or says what is no message.
 A client knows its requests by numbers of its own, the handles. `Tokens` whose handles it has forgotten mean nothing.
 """
 
@@ -29,10 +30,6 @@ EndReason = Literal["abort", "stop"]
 
 class Message(msgspec.Struct, array_like=True, tag=True, gc=False):
     """One message; on the wire, an array that begins with its name."""
-
-
-class Hello(Message):
-    """I am here; what are you?"""
 
 
 class Submit(Message):
@@ -78,10 +75,6 @@ class Ack(Message):
     number: int
 
 
-class Goodbye(Message):
-    """The client leaves, and its requests with it."""
-
-
 class Ready(Message):
     info: EngineInfo
     stats: EngineStats
@@ -123,12 +116,8 @@ class Answer(Message):
     message: str = ""
 
 
-class Forgotten(Message):
-    """Whatever the client still expects will not come. It may say Hello again."""
-
-
-ToCore = Hello | Submit | End | Abort | ResetPrefixCache | Profile | Ack | Goodbye
-ToClient = Ready | Taken | Refused | Tokens | Heartbeat | Answer | Forgotten
+ToCore = Submit | End | Abort | ResetPrefixCache | Profile | Ack
+ToClient = Ready | Taken | Refused | Tokens | Heartbeat | Answer
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_core = msgspec.msgpack.Decoder(ToCore).decode

@@ -34,11 +34,12 @@ class EngineProcess:
 
     Args:
       config: of the engine.
-      engine: import path of what runs in the process; see `core_process.Core`.
-      address: where it listens, ``ipc://path``; without one, in a new `folder` that only this user can open, which may
-        hold other things that live as long. It is removed at the end, even if this process is killed.
+      engine: import path of what runs in the process; see `core.Core`.
+      address: absolute path of the local socket at which it listens; without one, in a new `folder` that only this user
+        can open, which may hold other things that live as long, and is removed at the end, even if this process is
+        killed.
 
-    Raises ConfigError: the address is not of this form, or too long.
+    Raises ConfigError: the address is not absolute, or too long.
     """
 
     def __init__(
@@ -52,15 +53,14 @@ class EngineProcess:
         self._engine = engine
         self._at_start: Callable[[], None] | None = None
         self.folder = None if address is not None else Path(tempfile.mkdtemp(prefix="jaxllm-"))
-        self.address = address if address is not None else f"ipc://{self.folder}/core"
-        path = os.fsencode(self.address.removeprefix("ipc://"))
-        if not self.address.startswith("ipc:///") or len(path) > _MAX_PATH_BYTES:
+        self.address = address if address is not None else f"{self.folder}/core"
+        if not os.path.isabs(self.address) or len(os.fsencode(self.address)) > _MAX_PATH_BYTES:
             self._remove_folder()
             raise ConfigError(
-                f"the address of the engine process is {self.address!r}; it must be ipc:// and an absolute path of at "
-                f"most {_MAX_PATH_BYTES} bytes. Give a shorter one, or set TMPDIR to a folder with a shorter path."
+                f"the address of the engine process is {self.address!r}; it must be an absolute path of at most "
+                f"{_MAX_PATH_BYTES} bytes. Give a shorter one, or set TMPDIR to a folder with a shorter path."
             )
-        self._socket_path, self._error_path = Path(os.fsdecode(path)), error_path(self.address)
+        self._socket_path, self._error_path = Path(self.address), error_path(self.address)
         self._process: subprocess.Popen[bytes] | None = None
         self._watcher: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -164,4 +164,4 @@ class EngineProcess:
 
 def error_path(address: str) -> Path:
     """The file in which a process that listens there says why it could not start."""
-    return Path(address.removeprefix("ipc://") + ".error")
+    return Path(address + ".error")

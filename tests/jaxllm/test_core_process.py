@@ -8,24 +8,15 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import zmq
 from stream_reading import collect
 from tiny_models import write_tiny_model
 from tiny_tokenizer import write_tokenizer
 
 from jaxllm import AsyncLLM, EngineConfig, EngineProcess, SamplingParams
-from jaxllm.engine import core_process
-from jaxllm.engine.core_messages import Ack, Submit, Tokens, decode_to_client
-from jaxllm.engine.core_output import CoreOutput
-from jaxllm.engine.core_process import CoreServer
-from jaxllm.engine.core_request import CoreRequest
 from jaxllm.errors import (
     ConfigError,
     EngineDeadError,
@@ -293,7 +284,7 @@ def test_an_event_loop_that_lags_loses_nothing(make_rig):
 # Clients
 
 
-def test_the_requests_of_a_client_that_says_goodbye_end(rig):
+def test_the_requests_of_a_client_that_leaves_end(rig):
     async def check():
         other = await AsyncLLM.connect(rig.process.address)
         params = SamplingParams(max_tokens=2000, ignore_eos=True)
@@ -324,68 +315,6 @@ def test_the_requests_of_a_client_that_is_killed_end(rig):
     assert result.returncode == -signal.SIGKILL
     before = int(result.stdout)
     rig.run(rig.until(lambda: rig.llm.stats.num_requests["finished_abort"] == before + 5), 5.0)
-
-
-def test_a_client_that_was_frozen_too_long_is_told_and_begins_anew(stub_folder, tmp_path, monkeypatch):
-    from stub_engine import StubEngine
-
-    monkeypatch.setattr(core_process, "_CLIENT_TIMEOUT_S", 0.5)
-    address, ended = f"ipc://{tmp_path}/core", threading.Event()
-
-    def serve():
-        socket = zmq.Context.instance().socket(zmq.ROUTER)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        socket.bind(address)
-        server = CoreServer(StubEngine(EngineConfig(model=str(stub_folder))), socket, ended.is_set)
-        server.run()
-        socket.close(0)
-        assert not server._clients
-        assert not server._owners
-        assert not server._keys
-
-    async def check():
-        llm = await AsyncLLM.connect(address)
-        stream = await llm.submit(llm.tokenizer.encode("ab!slow"), SamplingParams(max_tokens=2000))
-        time.sleep(1.5)
-        [delta] = await collect(stream)
-        assert (delta.finish_reason, delta.error) == ("error", "the engine process does not know this client any more")
-        await llm.wait_until_ready()
-        [delta] = await collect(await llm.submit([5, 6], SamplingParams(max_tokens=5, ignore_eos=True)))
-        assert delta.token_ids == [5, 6, 5, 6, 5]
-        await llm.close()
-        await asyncio.sleep(0.3)
-
-    with ThreadPoolExecutor() as executor:
-        serving = executor.submit(serve)
-        try:
-            asyncio.run(asyncio.wait_for(check(), PATIENCE_S))
-        finally:
-            ended.set()
-            serving.result()
-
-
-def test_a_client_that_does_not_confirm_is_sent_no_more_and_what_is_new_merges():
-    sent = []
-    socket = SimpleNamespace(send_multipart=lambda frames, *flags, **options: sent.append(decode_to_client(frames[1])))
-    core = SimpleNamespace(add_request=lambda request: None)
-    server = CoreServer(core, socket, lambda: False)
-    server._clients[b"client"] = core_process._Client(b"client", time.monotonic())
-    server._take_in(b"client", Submit([1], [None], CoreRequest(request_id="r", prompt_token_ids=[1])))
-    for token_id in range(20):
-        server._report(CoreOutput(keys=["r"], token_ids=[token_id]))
-    tokens = [message for message in sent if isinstance(message, Tokens)]
-    assert [message.output.token_ids for message in tokens] == [[0], [1], [2], [3]]
-    server._take_in(b"client", Ack(tokens[0].number))
-    assert sent[-1].output.token_ids == list(range(4, 20))
-
-
-def test_noise_on_the_socket_disturbs_nobody(rig):
-    socket = zmq.Context.instance().socket(zmq.DEALER)
-    socket.connect(rig.process.address)
-    for frames in ([b""], [b"\xff\xff"], [b"a", b"b", b"c"], [b"\x92\xa3Ack\x01"]):
-        socket.send_multipart(frames)
-    assert rig.run(rig.answer("abc"))[0] == "abcabcabca"
-    socket.close(0)
 
 
 def test_heartbeats_come_when_idle_and_under_load(rig):
@@ -445,7 +374,7 @@ def test_a_process_that_dies_ends_its_requests_and_comes_back(make_rig, how):
         for answer in answers:
             try:
                 _, reason, error = await answer
-                assert (reason, error) == ("error", "the engine process has ended")
+                assert (reason, error) == ("error", "the engine process has ended, or has closed the connection")
             except EngineDeadError:  # It had not been taken in.
                 assert how == "dies"
         assert time.monotonic() - died < 10.0
@@ -546,8 +475,8 @@ def test_an_engine_that_cannot_start_says_why_and_is_not_tried_again(tmp_path):
         asyncio.run(connect("jaxllm.engine.engine_core:EngineCore", "./nowhere"))
 
 
-@pytest.mark.parametrize("address", ["tcp://127.0.0.1:5000", "ipc://relative", "/path", "ipc:///" + "x" * 101])
-def test_an_address_must_be_a_local_path_that_is_short_enough(address):
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:5000", "relative", "", "/" + "x" * 100])
+def test_an_address_must_be_an_absolute_path_that_is_short_enough(address):
     with pytest.raises(ConfigError, match=r"the address of the engine process is .* at most 100 bytes"):
         EngineProcess(EngineConfig(model="m"), address=address)
 
@@ -556,7 +485,7 @@ def test_a_connection_to_nobody_ends_when_the_owner_goes(tmp_path):
     async def check():
         folder = tmp_path / "gone"
         folder.mkdir()
-        connecting = asyncio.ensure_future(AsyncLLM.connect(f"ipc://{folder}/core"))
+        connecting = asyncio.ensure_future(AsyncLLM.connect(f"{folder}/core"))
         await asyncio.sleep(0.3)
         assert not connecting.done()
         folder.rmdir()

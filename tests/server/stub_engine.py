@@ -56,7 +56,7 @@ SLOW, RAISE, HANG, DIE, REFUSE = (ids_of(cue) for cue in ("!slow", "!raise", "!h
 
 
 class StubEngine:
-    """See `jaxllm.engine.core_process.Core`. A step takes `step_s` at least."""
+    """See `jaxllm.engine.core.Core`. A step takes `step_s` at least."""
 
     step_s = 0.002
 

@@ -58,7 +58,7 @@ def test_the_engines_lines_are_as_those_of_the_server(run_serve):
 
     def engine_lines() -> list[dict]:
         lines = [json.loads(line) for line in server.lines]
-        return [line for line in lines if line.get("logger") == "jaxllm.engine.core_process"]
+        return [line for line in lines if line.get("logger") == "jaxllm.engine.core_server"]
 
     def ask(prompt: str) -> int:
         body = {"model": "stub", "prompt": prompt, "max_tokens": 3}
