@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxllm.async_llm import AsyncLLM
     from jaxllm.config import EngineConfig
+    from jaxllm.control_tokens import ControlTokens
     from jaxllm.engine.engine_info import EngineInfo
     from jaxllm.engine.engine_process import EngineProcess
     from jaxllm.engine.engine_stats import EngineStats
@@ -25,6 +26,7 @@ _HOMES = {
     "AsyncLLM": "async_llm",
     "CompletionOutput": "outputs",
     "ConfigError": "errors",
+    "ControlTokens": "control_tokens",
     "EngineConfig": "config",
     "EngineDeadError": "errors",
     "EngineInfo": "engine.engine_info",
@@ -48,6 +50,7 @@ __all__ = [
     "AsyncLLM",
     "CompletionOutput",
     "ConfigError",
+    "ControlTokens",
     "EngineConfig",
     "EngineDeadError",
     "EngineInfo",

@@ -10,6 +10,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxllm.config import EngineConfig
+from jaxllm.control_tokens import ControlTokens
 from jaxllm.engine.engine import Engine
 from jaxllm.errors import InvalidRequestError
 from jaxllm.outputs import RequestOutput
@@ -47,6 +48,7 @@ class LLM:
 
     def __init__(self, model: str, *, progress: bool = False, **options: Any):
         self.engine = Engine(EngineConfig(model=model, **options), progress=progress)
+        self._control_tokens = ControlTokens(self.engine.tokenizer)
         self._ids = itertools.count()
         self._finished: dict[str, RequestOutput] = {}  # for the call that waits for each
 
@@ -82,7 +84,10 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answers a conversation, or several, in the form that the model's chat template gives them."""
+        """Answers a conversation, or several, in the form that the model's chat template gives them.
+
+        A control token that somebody has written into a message is text.
+        """
         _check_list("messages", messages)
         conversations: Sequence[Any] = messages
         if messages and isinstance(messages[0], Mapping):
@@ -184,7 +189,7 @@ class LLM:
             raise InvalidRequestError(
                 f'{name} is {prompt!r}; it must be a text, {{"prompt": text}} or {{"prompt_token_ids": [ids]}}'
             )
-        return prompt, self._encode(prompt, name)
+        return prompt, _non_empty(self._encode(prompt, name), name)
 
     def _render(self, messages: Any, name: str) -> tuple[str, list[int]]:
         """(text, token ids) of a conversation with the beginning of the answer."""
@@ -201,14 +206,16 @@ class LLM:
             raise InvalidRequestError(
                 "this model has no chat template; use `generate` with a prompt in the form that it was trained on"
             )
+
+        def render(messages: Any) -> str:
+            return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
         try:
-            text = tokenizer.apply_chat_template(
-                [dict(m) for m in messages], tokenize=False, add_generation_prompt=True
-            )
+            parts = self._control_tokens.parts(render, messages)
         except Exception as error:  # Templates raise on what they do not accept, each in its own way.
             raise InvalidRequestError(f"{name} does not fit the model's chat template: {error}") from error
-        assert isinstance(text, str)
-        return text, self._encode(text, name, add_special_tokens=False)
+        token_ids = [token_id for part in parts for token_id in self._encode(part, name, add_special_tokens=False)]
+        return "".join(parts), _non_empty(token_ids, name)
 
     def _encode(self, text: str, name: str, **options: Any) -> list[int]:
         try:
@@ -218,7 +225,7 @@ class LLM:
                 f"{name} has {text[error.start]!r} at index {error.start:,}, which is half of a character; "
                 "it must be valid Unicode"
             ) from error
-        return _non_empty(self.engine.tokenizer.encode(text, **options), name)
+        return self.engine.tokenizer.encode(text, **options)
 
 
 def _checked(params: SamplingParams | None) -> SamplingParams:

@@ -1,8 +1,6 @@
 """From a conversation to the prompt that the model was trained on."""
 
 import inspect
-import re
-import secrets
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -12,12 +10,10 @@ import jinja2
 import jinja2.ext
 import jinja2.meta
 
-from jaxllm import ConfigError, InvalidRequestError
+from jaxllm import ConfigError, ControlTokens, InvalidRequestError
 from jaxllm.server.prompt_encoder import PromptEncoder
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
     from jaxllm import AsyncLLM
     from jaxllm.server.server_config import ServerConfig
 
@@ -38,7 +34,7 @@ class ChatTemplates:
         self._encoder = encoder
         self._allow_request_template = config.allow_request_chat_template
         self._operators = read_chat_template(config)
-        self._control_tokens = _pattern_of_control_tokens(self._tokenizer)
+        self._control_tokens = ControlTokens(self._tokenizer)
         parameters = inspect.signature(self._tokenizer.apply_chat_template).parameters.values()
         self._taken = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD} | set(
             self._tokenizer.special_tokens_map
@@ -67,15 +63,13 @@ class ChatTemplates:
         Raises InvalidRequestError: there is no template, a request's own is not allowed, it has no use for
         `tools` or one of the `kwargs`, or it does not accept the conversation.
         """
-        cut = secrets.token_hex(16)  # A text that is tokenized in two parts is no control token.
-        text = self.render_text(
-            self._cut_control_tokens(messages, cut),
-            tools=self._cut_control_tokens(tools, cut),
-            template=template,
-            kwargs=self._cut_control_tokens(kwargs, cut),
-            add_generation_prompt=add_generation_prompt,
-        )
-        parts, token_ids = text.split(cut), list[int]()
+
+        def render(messages: Any, tools: Any, kwargs: Any) -> str:
+            return self.render_text(
+                messages, tools=tools, template=template, kwargs=kwargs, add_generation_prompt=add_generation_prompt
+            )
+
+        parts, token_ids = self._control_tokens.parts(render, messages, tools, kwargs), list[int]()
         for part in parts:
             token_ids += await self._encoder.encode(part, name="the conversation", add_special_tokens=False)
         return "".join(parts), token_ids
@@ -123,20 +117,6 @@ class ChatTemplates:
             return variable in _variables(self._choose(None, None))
         except (InvalidRequestError, jinja2.TemplateError):
             return False
-
-    def _cut_control_tokens(self, value: Any, cut: str) -> Any:
-        """The same with `cut` after the first character of each control token in its texts."""
-        match value:
-            case str() if self._control_tokens is not None:
-                return self._control_tokens.sub(lambda found: f"{found[0][0]}{cut}{found[0][1:]}", value)
-            case Mapping():
-                return {
-                    self._cut_control_tokens(key, cut): self._cut_control_tokens(item, cut)
-                    for key, item in value.items()
-                }
-            case list() | tuple():
-                return [self._cut_control_tokens(item, cut) for item in value]
-        return value
 
     def _choose(self, template: str | None, tools: Sequence[Any] | None) -> str:
         if template is not None:
@@ -188,12 +168,6 @@ class _Generation(jinja2.ext.Extension):
     def parse(self, parser: Any) -> Any:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _pattern_of_control_tokens(tokenizer: "PreTrainedTokenizerFast") -> re.Pattern[str] | None:
-    """None if it has none."""
-    tokens = sorted((token.content for token in tokenizer.added_tokens_decoder.values() if token.special), key=len)
-    return re.compile("|".join(map(re.escape, reversed(tokens)))) if tokens else None
 
 
 @lru_cache(maxsize=64)

@@ -9,6 +9,7 @@ PUBLIC_NAMES = [
     "AsyncLLM",
     "CompletionOutput",
     "ConfigError",
+    "ControlTokens",
     "EngineConfig",
     "EngineDeadError",
     "EngineInfo",
