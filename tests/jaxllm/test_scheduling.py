@@ -5,8 +5,6 @@ import time
 
 import numpy as np
 import pytest
-from tiny_models import write_tiny_model
-from tiny_tokenizer import write_tokenizer
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.errors import OverloadedError
@@ -74,7 +72,7 @@ SETTINGS = {
 @pytest.mark.parametrize("name", ["tiny_llm", "demo_llm"])
 def test_greedy_tokens_do_not_depend_on_the_scheduling(request, rescheduled, name):
     llm = request.getfixturevalue(name)
-    num_prompts, num_shared, num_own, max_tokens = (12, 60, 9, 12) if name == "tiny_llm" else (5, 130, 9, 5)
+    num_prompts, num_shared, num_own, max_tokens = (12, 60, 9, 12) if name == "tiny_llm" else (4, 66, 9, 5)
     prompts = prompts_of(llm.engine.vocab_size, num_prompts, num_shared, num_own)
     expected = None
     for settings in SETTINGS.values() if name == "tiny_llm" else [{}, SETTINGS["no cache"]]:
@@ -88,34 +86,33 @@ def test_greedy_tokens_do_not_depend_on_the_scheduling(request, rescheduled, nam
     assert generate(llm, prompts, max_tokens, priorities=[-index for index in range(num_prompts)]) == expected
 
 
-def test_a_tpot_target_gives_small_steps_and_the_same_tokens(tmp_path, monkeypatch):
-    folder = write_tiny_model("llama", tmp_path)
-    write_tokenizer(folder)
-    sizes = {"max_num_seqs": 32, "max_num_batched_tokens": 128, "max_model_len": 128, "page_size": 16, "num_pages": 400}
-    tokens, steps = [], []
-    for target in (None, 0.001):
-        llm = LLM(str(folder), dtype="float32", **sizes, tpot_target_ms=target, compilation_cache_dir="")
-        llm.engine.runner.wait_until_compiled()
-        launch, launched = llm.engine.runner.launch, []
-        monkeypatch.setattr(
-            llm.engine.runner, "launch", lambda b, launch=launch, to=launched: to.append(b) or launch(b)
-        )
-        params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-        for index in range(16):
-            llm.engine.add_request(str(index), [3 + index] * 9, params)
-        outputs = {}
+def test_a_tpot_target_gives_small_steps_and_the_same_tokens(tiny_llm, tiny_folder, monkeypatch):
+    def serve(llm):
+        """The tokens of each request, and the tokens of each step that was not for decodes alone."""
+        launch, steps, outputs = llm.engine.runner.launch, [], {}
+        monkeypatch.setattr(llm.engine.runner, "launch", lambda batch: steps.append(batch.bucket) or launch(batch))
+        for index in range(7):
+            llm.engine.add_request(str(index), [3 + index] * 9, params(50))
         for _ in range(12):
             llm.engine.step()
-        prompts = prompts_of(llm.engine.vocab_size, 1, 0, 100)
-        llm.engine.add_request("long", prompts[0], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
+        [prompt] = prompts_of(llm.engine.vocab_size, 1, 0, 100)
+        llm.engine.add_request("long", prompt, params(5))
         while llm.engine.has_unfinished_requests:
             outputs |= {output.request_id: output.outputs[0].token_ids for output in llm.engine.step()}
-        tokens.append(outputs)
-        steps.append([batch.bucket.num_tokens for batch in launched if not batch.bucket.is_decode_only])
-        llm.engine.shutdown()
-    assert tokens[0] == tokens[1]
-    assert set(steps[0]) == {128}
-    assert steps[1].count(24) >= 12
+        return outputs, [bucket.num_tokens for bucket in steps if not bucket.is_decode_only]
+
+    def params(max_tokens):
+        return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 128, "page_size": 16, "num_pages": 100}
+    paced = LLM(str(tiny_folder), dtype="float32", **sizes, tpot_target_ms=0.001, compilation_cache_dir="")
+    paced.engine.runner.wait_until_compiled()
+    tokens, steps = serve(tiny_llm)
+    paced_tokens, paced_steps = serve(paced)
+    paced.engine.shutdown()
+    assert paced_tokens == tokens
+    assert set(steps) == {128}
+    assert paced_steps.count(24) >= 5
 
 
 @pytest.mark.parametrize(

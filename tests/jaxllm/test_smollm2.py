@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 from scipy.special import logsumexp
 
 from jaxllm import SamplingParams
@@ -26,7 +27,7 @@ def test_the_greedy_continuations_are_those_of_transformers(demo_llm):
 
 def test_a_stream_gives_the_same_text(demo_llm):
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
-    for golden in GOLDENS[:3]:
+    for golden in (GOLDENS[0], GOLDENS[3]):  # English, and Chinese, of which a token may be part of a character.
         assert "".join(demo_llm.stream(golden["text"], params)) == golden["output_text"]
 
 
@@ -40,12 +41,17 @@ def test_the_end_token_ends_the_answer(demo_llm):
         assert output.outputs[0].finish_reason == "stop"
 
 
-def test_the_logits_are_those_of_transformers_at_every_position(demo_llm, make_forward):
+@pytest.mark.parametrize(
+    "skipped", [{"long_log_chat"}, pytest.param(set(), marks=pytest.mark.nightly)], ids=["up to 674 tokens", "all"]
+)
+def test_the_logits_are_those_of_transformers_at_every_position(demo_llm, make_forward, skipped):
     runner = demo_llm.engine.runner
     forward = make_forward(runner._model, runner._mesh, max_len=1408)
     prompts = {golden["name"]: golden["prompt_token_ids"] for golden in GOLDENS}
     with np.load(DATA / "smollm2_logits.npz") as expected:
         for i, name in enumerate(expected["names"].tolist()):
+            if name in skipped:  # By far the longest. Its continuation is compared above.
+                continue
             ids, rows = prompts[name], expected["positions"][i]
             chunk_lens = [min(64, len(ids) - start) for start in range(0, len(ids), 64)]
             logits = forward(runner._weights, ids, chunk_lens)[rows]
