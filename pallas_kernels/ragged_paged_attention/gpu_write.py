@@ -61,8 +61,8 @@ def write(kv_T2KH: Array, slots_T: Array, pages: Ref, out_type: jax.ShapeDtypeSt
         out_type=out_type,
         scratch_types=[
             plgpu.SMEM((tile, num_kv_heads, head_dim), kv_T2KH.dtype),
-            # As many elements as threads, or a multiple.
-            plgpu.SMEM((num_heads + num_heads % 2, head_dim), out_type.dtype),
+            # Eight elements for each thread, or a multiple of that.
+            plgpu.SMEM((-(-num_heads // 16) * 16, head_dim), out_type.dtype),
             plgpu.Barrier(),
         ],
         grid=(num_tokens // tile,),
