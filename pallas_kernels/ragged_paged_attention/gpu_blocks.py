@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 
+from jaxllm.pallas_kernels.ragged_paged_attention import gpu_card
 from jaxllm.pallas_kernels.ragged_paged_attention.gpu_results import OUT_COLUMNS, PART_COLUMNS
 from jaxllm.pallas_kernels.ragged_paged_attention.gpu_softmax import ROWS
 
-NUM_SMS = 132  # Of Hopper in the SXM form, where no device says otherwise.
 SM_BYTES = 228 << 10  # Shared memory of Hopper's multiprocessors,
 RESERVED_BYTES = 1 << 10  # of which each thread block loses some to CUDA, and some to barriers.
 BARRIER_BYTES = 512
@@ -20,7 +19,8 @@ class Blocks:
     """Of one kernel."""
 
     keys: int  # In a block.
-    stages: int  # Blocks of keys on their way or at hand.
+    stages: int  # Blocks of keys and values on their way or at hand.
+    wide_stages: int  # Keys or values of a block that are converted to 16 bits, where they have 8; else 0.
     thread_blocks: int
     weights_in_registers: bool = True  # Whence the matrix unit takes them; a simulated GPU's cannot.
 
@@ -28,7 +28,7 @@ class Blocks:
 def packed(head_dim: int, q_dtype: jnp.dtype, kv_dtype: jnp.dtype) -> Blocks:
     """Two thread blocks on a multiprocessor, or one where a head is so large that it keeps enough in flight."""
     keys, per_sm = (64, 1) if head_dim > 128 else (8192 // head_dim, 2)
-    return _fill(keys, per_sm, ROWS * head_dim * q_dtype.itemsize, head_dim, q_dtype, kv_dtype)
+    return _fill(keys, per_sm, ROWS * head_dim * q_dtype.itemsize, 2, head_dim, q_dtype, kv_dtype)
 
 
 def tiles(head_dim: int, q_dtype: jnp.dtype, kv_dtype: jnp.dtype) -> Blocks:
@@ -36,20 +36,16 @@ def tiles(head_dim: int, q_dtype: jnp.dtype, kv_dtype: jnp.dtype) -> Blocks:
     keys = 64 if head_dim > 128 else 128
     # Queries, and results on their way: `gpu_results`.
     fixed = 2 * ROWS * ((head_dim + OUT_COLUMNS) * q_dtype.itemsize + PART_COLUMNS * 4 + 4)
-    return _fill(keys, 1, fixed, head_dim, q_dtype, kv_dtype)
+    # While keys are in use by both warpgroups, and then their values, the next keys are made for the first of them.
+    return _fill(keys, 1, fixed, 3, head_dim, q_dtype, kv_dtype)
 
 
-def _fill(keys: int, per_sm: int, fixed: int, head_dim: int, q_dtype: jnp.dtype, kv_dtype: jnp.dtype) -> Blocks:
-    if kv_dtype != q_dtype:
-        fixed += 2 * keys * head_dim * q_dtype.itemsize
+def _fill(
+    keys: int, per_sm: int, fixed: int, wide_stages: int, head_dim: int, q_dtype: jnp.dtype, kv_dtype: jnp.dtype
+) -> Blocks:
+    if kv_dtype == q_dtype:
+        wide_stages = 0
+    fixed += wide_stages * keys * head_dim * q_dtype.itemsize
     free = SM_BYTES // per_sm - RESERVED_BYTES - BARRIER_BYTES - fixed
     stages = min(free // (2 * keys * head_dim * kv_dtype.itemsize), MAX_STAGES)
-    return Blocks(keys=keys, stages=stages, thread_blocks=per_sm * num_sms())
-
-
-def num_sms() -> int:
-    """Multiprocessors of the mesh's GPU, described or real, or of the default device."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is not None and device.platform == "gpu":
-        return device.num_cores or NUM_SMS
-    return getattr(jax.devices()[0], "core_count", None) or NUM_SMS
+    return Blocks(keys=keys, stages=stages, wide_stages=wide_stages, thread_blocks=per_sm * gpu_card.num_sms())

@@ -10,6 +10,8 @@ from jax._src import config as jax_config  # Pallas tells nowhere else whether i
 
 logger = logging.getLogger(__name__)
 
+NUM_SMS = 132  # Of Hopper in the SXM form, where no device says otherwise.
+
 # What NVIDIA calls its cards of compute capability 9.0: "NVIDIA H100 80GB HBM3", "NVIDIA GH200 480GB", "NVIDIA H20".
 _HOPPER_NAMES = re.compile(r"\bG?H(20|100|200|800)\b")
 
@@ -38,6 +40,12 @@ def name() -> str:
     device = _this_device()
     capability = getattr(device, "compute_capability", None)
     return device.device_kind if capability is None else f"{device.device_kind} (compute capability {capability})"
+
+
+def num_sms() -> int:
+    """Multiprocessors of the mesh's device, described or real, or else of JAX's default device."""
+    device = _this_device()
+    return getattr(device, "core_count", None) or getattr(device, "num_cores", None) or NUM_SMS
 
 
 @functools.cache

@@ -1,7 +1,6 @@
 """Keys and values on their way from their pages to the matrix unit."""
 
-import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -12,6 +11,10 @@ from jaxllm.pallas_kernels.ragged_paged_attention.gpu_softmax import ROWS, Ref
 from jaxllm.pallas_kernels.ragged_paged_attention.gpu_work import Visible
 
 TILE_COLUMNS = 64
+# Of what goes through registers. A thread has eight columns of a row: it reads 8 or 16 bytes, and writes 16, at a time.
+LAYOUT = plgpu.Layout.TILED(
+    plgpu.Tiling(((16, TILE_COLUMNS), (4, TILE_COLUMNS), (8,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
+)
 
 
 def tiled(shape: tuple[int, ...], dtype: Any, columns: int = TILE_COLUMNS) -> Any:
@@ -20,137 +23,88 @@ def tiled(shape: tuple[int, ...], dtype: Any, columns: int = TILE_COLUMNS) -> An
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), swizzle))  # type: ignore[abstract]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class KVBlocks:
-    """Blocks of keys and values of one row and KV head, several in flight.
+class Limits(NamedTuple):
+    """The rows of a block of keys that some token sees: `low` to `high`, the latter not included."""
 
-    The matrix unit takes 16-bit operands. Those of 8 bits are converted in `wide`, and values that no token of a unit
-    sees become zero there or where they are: whatever lies in an unwritten slot, NaN included, has a weight of zero.
-    """
+    low: Array
+    high: Array
+
+    @classmethod
+    def of(cls, visible: Visible, block: Array, block_len: int) -> "Limits":
+        return cls(visible.low - block * block_len, visible.high - block * block_len)
+
+    def leave_out_some(self, block_len: int) -> Array:
+        return (self.low > 0) | (self.high < block_len)
+
+
+class KVBlocks(NamedTuple):
+    """Blocks of keys and values that are being fetched. A stage has the keys of a block, or its values."""
 
     pages: Ref  # [pages, 2K, page_size, H]
     page_table: Ref  # int32 [S, P]
-    k_smem: Ref  # [stages, block, H] in the dtype of the pages
-    v_smem: Ref
-    k_barriers: Ref  # [stages], of `arrivals`
-    v_barriers: Ref
-    wide: tuple[Ref, Ref] | None  # Keys and values, [block, H] in the dtype of the queries. None if the pages' is that.
+    smem: Ref  # [stages, block, H]
+    barriers: Ref  # [stages], of `arrivals`
 
     @staticmethod
-    def arrivals(block: int, page_size: int) -> int:
-        """Copies that a block takes."""
-        return max(block // page_size, 1)
+    def arrivals(block_len: int, page_size: int) -> int:
+        """Copies that a stage takes."""
+        return max(block_len // page_size, 1)
 
     @property
-    def block(self) -> int:
-        return self.k_smem.shape[1]
-
-    @property
-    def num_stages(self) -> int:
-        return self.k_smem.shape[0]
+    def num_heads(self) -> int:
+        """K. The values of a KV head are head K + `kv_head` of a page."""
+        return self.pages.shape[1] // 2
 
     def find(self, seq: Array, visible: Visible, block: Array) -> list[Array]:
         """The pages of a block. Instead of one that no token sees, another one."""
-        page_size = self.pages.shape[2]
-        num_copies = self.arrivals(self.block, page_size)
+        block_len, page_size = self.smem.shape[1], self.pages.shape[2]
         low, high = visible.low // page_size, (visible.high - 1) // page_size
-        first = block * self.block // page_size
-        return [self.page_table[seq, jnp.clip(first + i, low, high)] for i in range(num_copies)]
+        first = block * block_len // page_size
+        return [
+            self.page_table[seq, jnp.clip(first + i, low, high)] for i in range(self.arrivals(block_len, page_size))
+        ]
 
-    def fetch_keys(self, pages: list[Array], kv_head: Array, block: Array, stage: Array) -> None:
-        """Starts to copy the keys of a block from the pages that `find` has given."""
-        self._fetch(pages, kv_head, block, self.k_smem.at[stage], self.k_barriers.at[stage])
-
-    def fetch_values(self, pages: list[Array], kv_head: Array, block: Array, stage: Array) -> None:
-        head = self.pages.shape[1] // 2 + kv_head
-        self._fetch(pages, head, block, self.v_smem.at[stage], self.v_barriers.at[stage])
-
-    def _fetch(self, pages: list[Array], head: Array, block: Array, smem: Ref, barrier: Ref) -> None:
-        page_size, rows = self.pages.shape[2], self.block // len(pages)
+    def fetch(self, pages: list[Array], head: Array, block: Array, stage: Array, barrier: Ref = None) -> None:
+        """Starts to copy a head of a block from its pages. `barrier`: another one than the stage's."""
+        page_size, rows = self.pages.shape[2], self.smem.shape[1] // len(pages)
         for i, page in enumerate(pages):
             source = self.pages.at[page, head]
             if rows < page_size:
                 source = source.at[pl.ds(lax.rem(block, page_size // rows) * rows, rows)]
-            plgpu.copy_gmem_to_smem(source, smem.at[pl.ds(i * rows, rows)], barrier)
+            target = self.smem.at[stage, pl.ds(i * rows, rows)]
+            plgpu.copy_gmem_to_smem(source, target, self.barriers.at[stage] if barrier is None else barrier)
 
-    def keys(self, stage: Array, group: "Warpgroup") -> Ref:
-        """Waits for the keys of a block. [block, H]"""
-        plgpu.barrier_wait(self.k_barriers.at[stage])
-        if self.wide is None:
-            return self.k_smem.at[stage]
-        self._convert(self.k_smem.at[stage], self.wide[0], None, group)
-        return self.wide[0]
-
-    def values(self, stage: Array, block: Array, visible: Visible | None, group: "Warpgroup") -> Ref:
-        """Waits for the values of a block. [block, H]; those that are not visible are zero, if `visible` is given."""
-        plgpu.barrier_wait(self.v_barriers.at[stage])
-        v_smem = self.v_smem.at[stage]
-        limits = None
-        if visible is not None:
-            first_key = block * self.block
-            limits = (visible.low - first_key, visible.high - first_key)
-        if self.wide is not None:
-            self._convert(v_smem, self.wide[1], limits, group)
-            return self.wide[1]
-        if limits is not None:
-            low, high = limits
-
-            @pl.when((low > 0) | (high < self.block))
-            def _() -> None:
-                self._convert(v_smem, v_smem, limits, group)
-
-        return v_smem
-
-    def _convert(self, source: Ref, target: Ref, limits: tuple[Array, Array] | None, group: "Warpgroup") -> None:
-        """source [block, H] -> target, rows outside `limits` zero. Each warpgroup does its share, and waits for all."""
-        if target is not source:
-            group.meet()  # Others may still read the block before.
-        for part in group.parts(source.shape):
-            x = plgpu.layout_cast(plgpu.load(source.at[part]), plgpu.Layout.WGMMA)
-            if limits is not None:
-                first_row = part[0].start
-                row = first_row + plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=plgpu.Layout.WGMMA)
-                is_visible = (row >= limits[0]) & (row < limits[1])
-            if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 1:
-                x = x.astype(jnp.float16)  # Exact.
-            x = x.astype(target.dtype)
-            target[part] = x if limits is None else jnp.where(is_visible, x, jnp.zeros_like(x))
-        plgpu.commit_smem()
-        group.meet()
+    def wait(self, stage: Array) -> Ref:
+        """[block, H]"""
+        plgpu.barrier_wait(self.barriers.at[stage])
+        return self.smem.at[stage]
 
 
-@dataclasses.dataclass(frozen=True)
-class Warpgroup:
-    """One of several that compute with the same blocks of keys."""
+def convert(source: Ref, target: Ref) -> None:
+    """Copies a block of 8 bits, [block, H], to one of 16, exactly. By one warpgroup, which sees it then."""
+    for part in _parts(source.shape):
+        x = plgpu.layout_cast(plgpu.load(source.at[part]), LAYOUT)
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            x = x.astype(jnp.float16)
+        target[part] = x.astype(target.dtype)
+    plgpu.commit_smem()
 
-    index: Any  # 0 for the only one.
-    barrier: Ref | None  # On which all of them arrive; None for one alone.
-    count: int = 1
 
-    def meet(self) -> None:
-        if self.barrier is not None:
-            plgpu.barrier_arrive(self.barrier)
-            plgpu.barrier_wait(self.barrier)
+def clear(block: Ref, limits: Limits) -> None:
+    """Zeros in the rows of a block of 16 bits, [block, H], that nobody sees: whatever lies in an unwritten slot, NaN
+    included, has a weight of zero. By one warpgroup."""
+    for part in _parts(block.shape):
+        x = plgpu.layout_cast(plgpu.load(block.at[part]), LAYOUT)
+        row = part[0].start + plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=LAYOUT.reduce(1))
+        row = lax.broadcast_in_dim(row, x.shape, [0])
+        block[part] = jnp.where((row >= limits.low) & (row < limits.high), x, jnp.zeros_like(x))
+    plgpu.commit_smem()
 
-    def parts(self, shape: tuple[int, int]) -> list[tuple[pl.Slice, pl.Slice]]:
-        """This one's share of a matrix, in pieces that fit into registers."""
-        rows, columns = shape
-        if rows >= self.count * ROWS:
-            first_row, num_rows, first_column, num_columns = (
-                self.index * (rows // self.count),
-                rows // self.count,
-                0,
-                columns,
-            )
-        else:
-            first_row, num_rows, first_column, num_columns = (
-                0,
-                rows,
-                self.index * (columns // self.count),
-                columns // self.count,
-            )
-        return [
-            (pl.ds(first_row + r, ROWS), pl.ds(first_column + c, TILE_COLUMNS))
-            for r in range(0, num_rows, ROWS)
-            for c in range(0, num_columns, TILE_COLUMNS)
-        ]
+
+def _parts(shape: tuple[int, int]) -> list[tuple[pl.Slice, pl.Slice]]:
+    """A matrix in pieces that fit into registers."""
+    return [
+        (pl.ds(row, ROWS), pl.ds(column, TILE_COLUMNS))
+        for row in range(0, shape[0], ROWS)
+        for column in range(0, shape[1], TILE_COLUMNS)
+    ]

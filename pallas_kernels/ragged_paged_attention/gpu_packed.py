@@ -5,6 +5,7 @@ computes; two of them on a multiprocessor keep more in flight than the memory's 
 """
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -13,11 +14,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxllm.pallas_kernels.ragged_paged_attention.gpu_blocks import Blocks
-from jaxllm.pallas_kernels.ragged_paged_attention.gpu_keys import KVBlocks, Warpgroup, tiled
+from jaxllm.pallas_kernels.ragged_paged_attention.gpu_keys import KVBlocks, Limits, clear, convert, tiled
 from jaxllm.pallas_kernels.ragged_paged_attention.gpu_results import Parts, Results
 from jaxllm.pallas_kernels.ragged_paged_attention.gpu_rows import Rows
-from jaxllm.pallas_kernels.ragged_paged_attention.gpu_softmax import ROW_LAYOUT, ROWS, Ref, Scores, at_head
-from jaxllm.pallas_kernels.ragged_paged_attention.gpu_work import Segment, Unit, Visible, Work, for_each_segment
+from jaxllm.pallas_kernels.ragged_paged_attention.gpu_softmax import ROW_LAYOUT, ROWS, Ref, Scores, State, at_head
+from jaxllm.pallas_kernels.ragged_paged_attention.gpu_work import (
+    Segment,
+    Unit,
+    Visible,
+    Work,
+    for_each_segment,
+    read_segment,
+)
 
 TILE_ROWS = 8
 
@@ -74,13 +82,14 @@ class Inputs(NamedTuple):
 class Scratch(NamedTuple):
     """In shared memory."""
 
-    q: Any  # [ROWS, H]
-    stages: Any  # Keys and values on their way, both [stages, block, H]; after them results on theirs: `Results`
-    wide: Any  # See KVBlocks.
+    q: Any  # [1, ROWS, H]: of one warpgroup
+    stages: Any  # Keys and values of blocks on their way, [2 * stages, block, H]; after them results: `Results`
+    wide: (
+        Any  # Keys and values of the block at hand, each [block, H], in the queries' dtype. None if the pages' is that
+    )
     weights: Any  # See add_values.
     q_barrier: Any
-    k_barriers: Any  # [stages]
-    v_barriers: Any
+    barriers: Any  # [2 * stages]
 
 
 def attend(inputs: Inputs, out: Ref, *, scores: Scores, blocks: Blocks, packing: Packing) -> Parts:
@@ -90,37 +99,53 @@ def attend(inputs: Inputs, out: Ref, *, scores: Scores, blocks: Blocks, packing:
     dtype, kv_dtype = inputs.q.dtype, inputs.pages.dtype
 
     def kernel(inputs: Inputs, out: Ref, parts: Parts, scratch: Scratch) -> None:
-        (k_smem, v_smem), results = scratch.stages
-        kv = KVBlocks(
-            pages=inputs.pages,
-            page_table=inputs.page_table,
-            k_smem=k_smem,
-            v_smem=v_smem,
-            k_barriers=scratch.k_barriers,
-            v_barriers=scratch.v_barriers,
-            wide=scratch.wide,
-        )
+        thread_block, (smem, results) = lax.axis_index("block"), scratch.stages
+        kv = KVBlocks(inputs.pages, inputs.page_table, smem, scratch.barriers)
 
         def one(segment: Segment, _: None) -> None:
             unit, head = segment.unit, segment.head
             visible = Visible.by(unit, scores.sliding_window)
 
-            def fetch(block: Array, stage: Array) -> None:
+            def stages(number: Array) -> tuple[Array, Array]:
+                """Of the keys and of the values of a block."""
+                stage = 2 * lax.rem(number, blocks.stages)
+                return stage, stage + 1
+
+            def fetch(number: Array) -> None:
+                block = segment.first_block + number
+
                 @pl.when(block < segment.end_block)
                 def _() -> None:
                     pages = kv.find(unit.seq, visible, block)
-                    kv.fetch_keys(pages, head, block, stage)
-                    kv.fetch_values(pages, head, block, stage)
+                    for i, stage in enumerate(stages(number)):
+                        kv.fetch(pages, head + i * kv.num_heads, block, stage)
+
+            def at_hand(number: Array, i: int) -> Ref:
+                block = kv.wait(stages(number)[i])
+                if scratch.wide is None:
+                    return block
+                convert(block, scratch.wide[i])
+                return scratch.wide[i]
+
+            def keys(number: Array) -> Ref:
+                fetch(number + blocks.stages - 1)
+                return at_hand(number, 0)
+
+            def values(number: Array, is_inner: bool) -> Ref:
+                block = at_hand(number, 1)
+                if not is_inner:
+                    limits = Limits.of(visible, segment.first_block + number, blocks.keys)
+                    pl.when(limits.leave_out_some(blocks.keys))(partial(clear, block, limits))
+                return block
 
             for i in range(max_tokens):
                 token = unit.first if i == 0 else jnp.minimum(unit.first + i, T - 1)
                 plgpu.copy_gmem_to_smem(
                     inputs.q.at[token, pl.ds(packing.first_head(head), packing.rows)],
-                    scratch.q.at[pl.ds(i * packing.rows, packing.rows)],
+                    scratch.q.at[0, pl.ds(i * packing.rows, packing.rows)],
                     scratch.q_barrier,
                 )
-            for i in range(blocks.stages - 1):
-                fetch(segment.first_block + i, jnp.int32(i))
+            lax.fori_loop(0, blocks.stages - 1, lambda number, _: fetch(number), None)
             plgpu.barrier_wait(scratch.q_barrier)
 
             position = unit.first + unit.offset
@@ -128,14 +153,18 @@ def attend(inputs: Inputs, out: Ref, *, scores: Scores, blocks: Blocks, packing:
                 position += plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW_LAYOUT) // packing.rows
             state = Rows(
                 scores=scores,
-                blocks=kv,
+                block_len=blocks.keys,
                 q_smem=scratch.q,
+                warpgroup=0,
                 weights_smem=scratch.weights,
-                group=Warpgroup(index=0, barrier=None),
-                begin_block=lambda block, stage: fetch(
-                    block + blocks.stages - 1, lax.rem(stage + blocks.stages - 1, blocks.stages)
-                ),
-            ).attend(segment, visible, position, at_head(inputs.k_scales, head), jnp.int32(0))
+                keys=keys,
+                values=values,
+            ).attend(segment, position, at_head(inputs.k_scales, head))
+            # It is read again: there are no registers to keep all of it in.
+            send(state, read_segment(inputs.work, thread_block, segment.number))
+
+        def send(state: State, segment: Segment) -> None:
+            unit, head = segment.unit, segment.head
 
             @pl.when(segment.is_whole)
             def send_results() -> None:
@@ -161,24 +190,22 @@ def attend(inputs: Inputs, out: Ref, *, scores: Scores, blocks: Blocks, packing:
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        for_each_segment(inputs.work, lax.axis_index("block"), one, None)
+        for_each_segment(inputs.work, thread_block, one, None)
         plgpu.wait_smem_to_gmem(0)
 
     arrivals = KVBlocks.arrivals(blocks.keys, page_size)
-    stages = tiled((blocks.stages, blocks.keys, H), kv_dtype)
-    wide = tiled((blocks.keys, H), dtype)
+    stages = tiled((2 * blocks.stages, blocks.keys, H), kv_dtype)
     return plgpu.kernel(
         kernel,
         out_type=(Parts.types(blocks.thread_blocks, packing.rows * max_tokens, H),),
         scratch_types=[
             Scratch(
-                q=tiled((ROWS, H), dtype),
-                stages=plgpu.RefUnion((stages, stages), Results.types(dtype)),
-                wide=None if kv_dtype == dtype else (wide, wide),
+                q=tiled((1, ROWS, H), dtype),
+                stages=plgpu.RefUnion(stages, Results.types(dtype)),
+                wide=(tiled((blocks.keys, H), dtype),) * 2 if blocks.wide_stages else None,
                 weights=None if blocks.weights_in_registers else tiled((ROWS, blocks.keys), dtype),
                 q_barrier=plgpu.Barrier(num_arrivals=max_tokens),
-                k_barriers=plgpu.Barrier(num_arrivals=arrivals, num_barriers=blocks.stages),
-                v_barriers=plgpu.Barrier(num_arrivals=arrivals, num_barriers=blocks.stages),
+                barriers=plgpu.Barrier(num_arrivals=arrivals, num_barriers=2 * blocks.stages),
             )
         ],
         grid=(blocks.thread_blocks,),

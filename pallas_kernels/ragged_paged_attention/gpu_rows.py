@@ -5,17 +5,11 @@ from collections.abc import Callable
 from functools import partial
 
 from jax import Array, lax
-from jax.experimental import pallas as pl
 
-from jaxllm.pallas_kernels.ragged_paged_attention.gpu_keys import KVBlocks, Warpgroup
-from jaxllm.pallas_kernels.ragged_paged_attention.gpu_softmax import (
-    Ref,
-    Scores,
-    State,
-    add_values,
-    multiply_keys,
-)
-from jaxllm.pallas_kernels.ragged_paged_attention.gpu_work import Segment, Visible
+from jaxllm.pallas_kernels.ragged_paged_attention.gpu_softmax import Ref, Scores, State, add_values, multiply_keys
+from jaxllm.pallas_kernels.ragged_paged_attention.gpu_work import Segment
+
+MAX_KNOWN_HEAD_DIM = 128
 
 
 def _nothing(*_: Array) -> None:
@@ -24,59 +18,53 @@ def _nothing(*_: Array) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Rows of queries, and the blocks that they attend to."""
+    """Rows of queries, and how they get the blocks that they attend to.
+
+    The functions get the number of a block, counted from the segment's first. What there is of it that a row does not
+    see has a weight of zero.
+    """
 
     scores: Scores
-    blocks: KVBlocks
-    q_smem: Ref  # [ROWS, H]
+    block_len: int
+    q_smem: Ref  # [W, ROWS, H], of W warpgroups,
+    warpgroup: Array | int  # of which this one has its own.
     weights_smem: Ref | None  # See `add_values`.
-    group: Warpgroup
-    takes_turns: bool = False  # Of two warpgroups one multiplies while the other one weighs its scores.
-    begin_block: Callable[[Array, Array], None] = _nothing  # Gets a block of keys and the number of its stage.
-    end_keys: Callable[[Array], None] = (
-        _nothing  # Gets the number of a stage whose keys, or values, are no more needed.
-    )
+    keys: Callable[[Array], Ref]  # Waits for the keys of a block, [block_len, H].
+    values: Callable[[Array, bool], Ref]  # Waits for its values; also gets whether all rows see the whole block.
+    end_keys: Callable[[Array], None] = _nothing  # The keys of a block are no more needed.
     end_values: Callable[[Array], None] = _nothing
+    turn: Callable[[], None] = _nothing  # Called while keys are multiplied, and before values are.
 
-    def attend(
-        self, segment: Segment, visible: Visible, positions: Array, k_scale: Array | None, num_earlier: Array
-    ) -> State:
-        """The state of the rows after a segment.
-
-        Args:
-          positions: of the rows' tokens, scalar or [ROWS].
-          num_earlier: how many blocks of keys went through the stages before.
-        """
-        first, end, block_len = segment.first_block, segment.end_block, self.blocks.block
-        inner, outer = self.scores.inner_blocks(segment.unit, block_len, first, end)
+    def attend(self, segment: Segment, positions: Array, k_scale: Array | None) -> State:
+        """The state of the rows after a segment. `positions`: of the rows' tokens, scalar or [ROWS]."""
+        first, end = segment.first_block, segment.end_block
+        inner, outer = self.scores.inner_blocks(segment.unit, self.block_len, first, end)
+        head_dim = self.q_smem.shape[-1]
 
         def step(block: Array, state: State, *, is_inner: bool) -> State:
-            stage = lax.rem(num_earlier + block - first, self.blocks.num_stages)
-            turn = self.group.meet if is_inner and self.takes_turns else _nothing
-            self.begin_block(block, stage)
-            scores = multiply_keys(self.q_smem, self.blocks.keys(stage, self.group), turn)
-            self.end_keys(stage)
+            number = block - first
+            # Where a large head is in shared memory would stay in so many registers that others were spilled, if the
+            # compiler knew that it is the same place each time.
+            warpgroup = lax.optimization_barrier(self.warpgroup) if head_dim > MAX_KNOWN_HEAD_DIM else self.warpgroup
+            scores = multiply_keys(self.q_smem.at[warpgroup], self.keys(number), self.turn)
+            self.end_keys(number)
             state, weights = self.scores.update(
                 state,
                 scores,
                 k_scale=k_scale,
                 positions=None if is_inner else positions,
-                first_key=block * block_len,
+                first_key=block * self.block_len,
             )
             weights = weights.astype(self.q_smem.dtype)  # Now: in float32 they take too many registers.
-            values = self.blocks.values(stage, block, None if is_inner else visible, self.group)
-            turn()
+            values = self.values(number, is_inner)
+            self.turn()
             state = add_values(state, weights, values, self.weights_smem)
-            self.end_values(stage)
+            self.end_values(number)
             return state
 
         edge_step, inner_step = partial(step, is_inner=False), partial(step, is_inner=True)
-        state = State.empty(self.q_smem.shape[-1])
+        state = State.empty(head_dim)
         if self.scores.sliding_window is not None:
             state = lax.fori_loop(first, inner, edge_step, state)
-        if self.takes_turns:
-            pl.when(self.group.index == 1)(self.group.meet)
         state = lax.fori_loop(inner, outer, inner_step, state)
-        if self.takes_turns:
-            pl.when(self.group.index == 0)(self.group.meet)
         return lax.fori_loop(outer, end, edge_step, state)

@@ -18,6 +18,7 @@ LOG2_E = 1.4426950408889634
 MASKED = -1e30  # The maximum of a row that has seen nothing. Finite: from it to a masked score, -inf, it is -inf too.
 ROWS = 64  # Of a warpgroup's matrix product.
 ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
+THREAD_COLUMNS = 6  # The bits of a column's number that tell whose it is of the four threads that share a row.
 
 Ref = Any
 
@@ -111,12 +112,15 @@ class Scores:
         )
 
     def _is_visible(self, positions: Array, first_key: Array, shape: tuple[int, ...]) -> Array:
-        keys = first_key + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+        columns = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+        last = positions - first_key  # The last column that a row sees.
         if positions.ndim:
-            positions = lax.broadcast_in_dim(positions, keys.shape, [0])
-        is_visible = keys <= positions
+            last = lax.broadcast_in_dim(last, shape, [0])
+        # What a thread's columns have in common goes to the other side: a comparison with a constant takes no register.
+        last, columns = last - (columns & THREAD_COLUMNS), columns & ~THREAD_COLUMNS
+        is_visible = columns <= last
         if self.sliding_window is not None:
-            is_visible &= keys > positions - self.sliding_window
+            is_visible &= columns > last - self.sliding_window
         return is_visible
 
 

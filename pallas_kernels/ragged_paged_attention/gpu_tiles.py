@@ -1,7 +1,8 @@
 """The GPU kernel for rows of many tokens: chunks of prompts. Tiles of 128 tokens at one query head.
 
 The matrix unit is what such rows wait for. Two warpgroups compute, with 64 tokens each and the same keys: while one
-multiplies, the other one weighs its scores ("FlashAttention-3", arXiv 2407.08608). A third one fetches.
+multiplies, the other one weighs its scores ("FlashAttention-3", arXiv 2407.08608). A third one fetches, and makes of
+what it gets operands of the matrix unit: it converts what has 8 bits, and clears values that nobody sees.
 """
 
 from functools import partial
@@ -13,16 +14,24 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxllm.pallas_kernels.ragged_paged_attention.gpu_blocks import Blocks
-from jaxllm.pallas_kernels.ragged_paged_attention.gpu_keys import KVBlocks, Warpgroup, tiled
+from jaxllm.pallas_kernels.ragged_paged_attention.gpu_keys import tiled
 from jaxllm.pallas_kernels.ragged_paged_attention.gpu_results import Parts, Results
+from jaxllm.pallas_kernels.ragged_paged_attention.gpu_ring import Ring
 from jaxllm.pallas_kernels.ragged_paged_attention.gpu_rows import Rows
-from jaxllm.pallas_kernels.ragged_paged_attention.gpu_softmax import ROW_LAYOUT, ROWS, Ref, Scores, at_head
-from jaxllm.pallas_kernels.ragged_paged_attention.gpu_work import Segment, Unit, Visible, Work, for_each_segment
+from jaxllm.pallas_kernels.ragged_paged_attention.gpu_softmax import ROW_LAYOUT, ROWS, Ref, Scores, State, at_head
+from jaxllm.pallas_kernels.ragged_paged_attention.gpu_work import (
+    Segment,
+    Unit,
+    Visible,
+    Work,
+    for_each_segment,
+    read_segment,
+)
 
 WARPGROUPS = 2  # That compute.
 TILE = WARPGROUPS * ROWS
 ALIGNMENT = 8  # Of a tile's first token: what a tile in shared memory has rows of.
-COMPUTE_REGISTERS, FETCH_REGISTERS = 232, 40  # Of each thread; 65,536 in all.
+COMPUTE_REGISTERS, FETCH_REGISTERS = 216, 72  # Of each thread; 65,536 in all.
 
 
 class Inputs(NamedTuple):
@@ -42,17 +51,11 @@ class Scratch(NamedTuple):
 
     q: Any  # [W, ROWS, H]
     results: Any  # Results, with an axis of W
-    k: Any  # [stages, block, H]
-    v: Any  # [stages, block, H]
-    wide: Any  # See KVBlocks.
+    ring: Any  # Ring, of keys and values
     weights: Any  # [W, ROWS, block], see add_values.
     q_barriers: Any  # [W]: queries are there
     q_free: Any  # [W]: they are no more needed
-    k_barriers: Any  # [stages]
-    v_barriers: Any  # [stages]
-    k_free: Any  # [stages]: both warpgroups need the keys no more
-    v_free: Any  # [stages]
-    meeting: Any  # Of the warpgroups that compute.
+    turn: Any  # Of the warpgroups that compute.
 
 
 def padded_tokens(num_tokens: int) -> int:
@@ -85,58 +88,53 @@ def attend(inputs: Inputs, out: Ref, *, scores: Scores, blocks: Blocks, group: i
       group: query heads of a KV head.
     """
     num_padded_tokens, _, H = inputs.q.shape
-    T, page_size = out.shape[0], inputs.pages.shape[2]
-    dtype, kv_dtype = inputs.q.dtype, inputs.pages.dtype
+    T, dtype, kv_dtype = out.shape[0], inputs.q.dtype, inputs.pages.dtype
 
     def kernel(inputs: Inputs, out: Ref, parts: Parts, scratch: Scratch) -> None:
-        warpgroup = lax.axis_index("warpgroup")
-        kv = KVBlocks(
-            pages=inputs.pages,
-            page_table=inputs.page_table,
-            k_smem=scratch.k,
-            v_smem=scratch.v,
-            k_barriers=scratch.k_barriers,
-            v_barriers=scratch.v_barriers,
-            wide=scratch.wide,
-        )
+        warpgroup, thread_block, ring = lax.axis_index("warpgroup"), lax.axis_index("block"), scratch.ring
 
         def for_each(body: Any) -> None:
-            """`body(segment, blocks of keys before it)`."""
+            """`body(segment, keys and values of blocks before it)`."""
 
             def one(segment: Segment, num_earlier: Array) -> Array:
                 body(segment, num_earlier)
-                return num_earlier + segment.end_block - segment.first_block
+                return num_earlier + 2 * (segment.end_block - segment.first_block)
 
-            for_each_segment(inputs.work, lax.axis_index("block"), one, jnp.int32(0))
+            for_each_segment(inputs.work, thread_block, one, jnp.int32(0))
+
+        def take_turn() -> None:
+            plgpu.barrier_arrive(scratch.turn)
+            plgpu.barrier_wait(scratch.turn)
 
         def compute(segment: Segment, num_earlier: Array) -> None:
-            unit, head = segment.unit, segment.head
-            tile = Tile.of(unit, warpgroup, num_padded_tokens)
-            results = Results(*(ref.at[warpgroup] for ref in scratch.results))
+            unit, kv_head = segment.unit, segment.head // group
+            start = Tile.of(unit, warpgroup, num_padded_tokens).start
             plgpu.barrier_wait(scratch.q_barriers.at[warpgroup])
             rows = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW_LAYOUT)
+            pl.when(warpgroup == 1)(take_turn)
             state = Rows(
                 scores=scores,
-                blocks=kv,
-                q_smem=scratch.q.at[warpgroup],
+                block_len=blocks.keys,
+                q_smem=scratch.q,
+                warpgroup=warpgroup,
                 weights_smem=None if scratch.weights is None else scratch.weights.at[warpgroup],
-                group=Warpgroup(warpgroup, scratch.meeting, WARPGROUPS),
-                takes_turns=scratch.wide is None,
-                end_keys=lambda stage: plgpu.barrier_arrive(scratch.k_free.at[stage]),
-                end_values=lambda stage: plgpu.barrier_arrive(scratch.v_free.at[stage]),
-            ).attend(
-                segment,
-                Visible.by(unit, scores.sliding_window),
-                tile.start + unit.offset + rows,
-                at_head(inputs.k_scales, head // group),
-                num_earlier,
-            )
+                keys=lambda number: ring.take(num_earlier + 2 * number),
+                values=lambda number, _: ring.take(num_earlier + 2 * number + 1),
+                end_keys=lambda number: ring.give_back(num_earlier + 2 * number),
+                end_values=lambda number: ring.give_back(num_earlier + 2 * number + 1),
+                turn=take_turn,
+            ).attend(segment, start + unit.offset + rows, at_head(inputs.k_scales, kv_head))
+            pl.when(warpgroup == 0)(take_turn)
             plgpu.barrier_arrive(scratch.q_free.at[warpgroup])
+            # It is read again: there are no registers to keep all of it in.
+            send(state, read_segment(inputs.work, thread_block, segment.number))
+
+        def send(state: State, segment: Segment) -> None:
+            head, tile = segment.head, Tile.of(segment.unit, warpgroup, num_padded_tokens)
+            results = Results(*(ref.at[warpgroup] for ref in scratch.results))
 
             @pl.when(segment.is_whole)
             def send_results() -> None:
-                sinks = at_head(inputs.sinks, head)
-
                 def copy(smem: Ref, columns: pl.Slice) -> None:
                     # As many rows as there are, by the binary digits of their number: a copy has a size that is known.
                     token, count = tile.first, jnp.maximum(tile.end - tile.first, 0)
@@ -152,7 +150,8 @@ def attend(inputs: Inputs, out: Ref, *, scores: Scores, blocks: Blocks, group: i
 
                         token += count & size
 
-                results.send(state.acc, state.result(sinks, at_head(inputs.v_scales, head // group)), copy)
+                v_scale = at_head(inputs.v_scales, head // group)
+                results.send(state.acc, state.result(at_head(inputs.sinks, head), v_scale), copy)
 
             @pl.when(~segment.is_whole)
             def send_part() -> None:
@@ -162,24 +161,14 @@ def attend(inputs: Inputs, out: Ref, *, scores: Scores, blocks: Blocks, group: i
 
         def fetch(segment: Segment, num_earlier: Array) -> None:
             unit, head = segment.unit, segment.head
-            visible = Visible.by(unit, scores.sliding_window)
             for i in range(WARPGROUPS):
                 pl.when(num_earlier > 0)(partial(plgpu.barrier_wait, scratch.q_free.at[i]))
                 start = Tile.of(unit, i, num_padded_tokens).start
                 plgpu.copy_gmem_to_smem(
                     inputs.q.at[pl.ds(start, ROWS), head], scratch.q.at[i], scratch.q_barriers.at[i]
                 )
-
-            def one(block: Array, _: None) -> None:
-                number = num_earlier + block - segment.first_block
-                stage, is_used = lax.rem(number, blocks.stages), number >= blocks.stages
-                pages = kv.find(unit.seq, visible, block)
-                pl.when(is_used)(partial(plgpu.barrier_wait, scratch.k_free.at[stage]))
-                kv.fetch_keys(pages, head // group, block, stage)
-                pl.when(is_used)(partial(plgpu.barrier_wait, scratch.v_free.at[stage]))
-                kv.fetch_values(pages, head // group, block, stage)
-
-            lax.fori_loop(segment.first_block, segment.end_block, one, None)
+            visible = Visible.by(unit, scores.sliding_window)
+            ring.fill(inputs.pages, inputs.page_table, segment, visible, head // group, num_earlier)
 
         @pl.when(warpgroup < WARPGROUPS)
         def _() -> None:
@@ -192,11 +181,6 @@ def attend(inputs: Inputs, out: Ref, *, scores: Scores, blocks: Blocks, group: i
             plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
             for_each(fetch)
 
-    arrivals = KVBlocks.arrivals(blocks.keys, page_size)
-    stages = tiled((blocks.stages, blocks.keys, H), kv_dtype)
-    wide = tiled((blocks.keys, H), dtype)
-    loaded = plgpu.Barrier(num_arrivals=arrivals, num_barriers=blocks.stages)
-    freed = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=blocks.stages)
     weights = tiled((WARPGROUPS, ROWS, blocks.keys), dtype)
     return plgpu.kernel(
         kernel,
@@ -205,17 +189,18 @@ def attend(inputs: Inputs, out: Ref, *, scores: Scores, blocks: Blocks, group: i
             Scratch(
                 q=tiled((WARPGROUPS, ROWS, H), dtype),
                 results=Results.types(dtype, (WARPGROUPS,)),
-                k=stages,
-                v=stages,
-                wide=None if kv_dtype == dtype else (wide, wide),
+                ring=Ring.types(
+                    blocks,
+                    head_dim=H,
+                    page_size=inputs.pages.shape[2],
+                    dtype=dtype,
+                    kv_dtype=kv_dtype,
+                    num_warpgroups=WARPGROUPS,
+                ),
                 weights=None if blocks.weights_in_registers else weights,
                 q_barriers=plgpu.Barrier(num_barriers=WARPGROUPS),
                 q_free=plgpu.Barrier(num_barriers=WARPGROUPS),
-                k_barriers=loaded,
-                v_barriers=loaded,
-                k_free=freed,
-                v_free=freed,
-                meeting=plgpu.Barrier(num_arrivals=WARPGROUPS),
+                turn=plgpu.Barrier(num_arrivals=WARPGROUPS),
             )
         ],
         grid=(blocks.thread_blocks,),

@@ -38,6 +38,7 @@ class Unit(NamedTuple):
 class Segment(NamedTuple):
     """What a thread block does of one unit: scalars in a kernel."""
 
+    number: Any  # of the unit, over all heads
     head: Any
     unit: Unit
     first_block: Any  # of keys
@@ -151,21 +152,25 @@ def slot_of_part(thread_block: Any, begins_unit: Any) -> Any:
 
 def for_each_segment(work: Work, thread_block: Any, body: Callable[[Segment, Any], Any], carry: Any) -> Any:
     """In a kernel: `carry = body(segment, carry)` for what a thread block has to do, in order."""
-    quota = work.totals[2]
-    begin = thread_block * quota
 
     def one(number: Any, carry: Any) -> Any:
-        head, unit, unit_begin, unit_end = read_unit(work, number)
-        first, last = jnp.maximum(begin, unit_begin), jnp.minimum(begin + quota, unit_end)
-        first_block = unit.first_block - unit_begin
-        segment = Segment(
-            head=head,
-            unit=unit,
-            first_block=first_block + first,
-            end_block=first_block + last,
-            is_whole=(first == unit_begin) & (last == unit_end),
-            slot=slot_of_part(thread_block, first == unit_begin),
-        )
-        return body(segment, carry)
+        return body(read_segment(work, thread_block, number), carry)
 
     return lax.fori_loop(work.spans[thread_block, 0], work.spans[thread_block, 1], one, carry)
+
+
+def read_segment(work: Work, thread_block: Any, number: Any) -> Segment:
+    """In a kernel: what a thread block does of the unit of that number, of which it has a part."""
+    head, unit, unit_begin, unit_end = read_unit(work, number)
+    begin = thread_block * work.totals[2]
+    first, last = jnp.maximum(begin, unit_begin), jnp.minimum(begin + work.totals[2], unit_end)
+    first_block = unit.first_block - unit_begin
+    return Segment(
+        number=number,
+        head=head,
+        unit=unit,
+        first_block=first_block + first,
+        end_block=first_block + last,
+        is_whole=(first == unit_begin) & (last == unit_end),
+        slot=slot_of_part(thread_block, first == unit_begin),
+    )

@@ -39,8 +39,8 @@ def _forget_what_was_said():
 def machine(monkeypatch):
     """Makes a GPU the machine's own."""
 
-    def become(name: str, capability: str) -> None:
-        device = SimpleNamespace(platform="gpu", device_kind=name, compute_capability=capability)
+    def become(name: str, capability: str, **others: int) -> None:
+        device = SimpleNamespace(platform="gpu", device_kind=name, compute_capability=capability, **others)
         monkeypatch.setattr(jax, "devices", lambda: [device])
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
 
@@ -111,6 +111,16 @@ def test_the_mesh_goes_before_the_machine(machine):
         assert default_implementation() == "xla"
     with described("TPU v6 lite", "tpu"):
         assert default_implementation() == "tpu"
+
+
+def test_multiprocessors_are_those_of_the_card_that_is_there_if_it_is_the_one_described(machine):
+    assert gpu_card.num_sms() == gpu_card.NUM_SMS
+    machine("NVIDIA H100 PCIe", "9.0", core_count=114)
+    assert gpu_card.num_sms() == 114
+    with described("NVIDIA H100 PCIe"):
+        assert gpu_card.num_sms() == 114
+    with described("NVIDIA H200"):
+        assert gpu_card.num_sms() == gpu_card.NUM_SMS
 
 
 @pytest.mark.parametrize(

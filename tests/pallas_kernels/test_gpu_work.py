@@ -77,8 +77,8 @@ def segments(work: Work, num_thread_blocks: int) -> tuple[Array, Array]:
     def one(thread_block: Array) -> tuple[Array, Array]:
         def note(segment: Segment, notes: tuple[Array, Array]) -> tuple[Array, Array]:
             table, count = notes
-            _, _, first_block, end_block, is_whole, slot = segment
-            fields = (segment.head, *segment.unit, first_block, end_block, is_whole, slot)
+            _, head, unit, first_block, end_block, is_whole, slot = segment
+            fields = (head, *unit, first_block, end_block, is_whole, slot)
             return table.at[count].set(jnp.stack([jnp.asarray(x, jnp.int32) for x in fields])), count + 1
 
         empty = jnp.zeros((MAX_SEGMENTS, len(Unit._fields) + 5), jnp.int32), jnp.int32(0)
