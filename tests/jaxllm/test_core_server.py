@@ -43,9 +43,9 @@ def make_server(stub_folder, tmp_path):
     from stub_engine import StubEngine
 
     @contextmanager
-    def make():
+    def make(engine=StubEngine):
         address, ended = str(tmp_path / "core"), threading.Event()
-        server = CoreServer(StubEngine(EngineConfig(model=str(stub_folder))), listen(address), ended.is_set)
+        server = CoreServer(engine(EngineConfig(model=str(stub_folder))), listen(address), ended.is_set)
         with ThreadPoolExecutor() as executor:
             running = executor.submit(server.run)
             try:
@@ -74,7 +74,7 @@ async def answer(llm):
 
 
 def test_a_client_that_was_frozen_too_long_is_told_and_begins_anew(make_server, monkeypatch):
-    monkeypatch.setattr(core_server, "_CLIENT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(core_server, "_MAX_SILENT_BEATS", 5)
 
     async def check(address):
         llm = await AsyncLLM.connect(address)
@@ -88,6 +88,26 @@ def test_a_client_that_was_frozen_too_long_is_told_and_begins_anew(make_server, 
         await llm.close()
 
     with make_server() as address:
+        run(check(address))
+
+
+def test_a_client_is_not_held_to_be_gone_after_a_step_that_was_long(make_server, monkeypatch):
+    """It could not be heard meanwhile."""
+    from stub_engine import StubEngine
+
+    class LongStepEngine(StubEngine):
+        def step(self):
+            time.sleep(0.5)
+            return super().step()
+
+    monkeypatch.setattr(core_server, "_MAX_SILENT_BEATS", 4)  # 0.4 s
+
+    async def check(address):
+        llm = await AsyncLLM.connect(address)
+        assert await answer(llm) == [5, 6, 5, 6, 5]
+        await llm.close()
+
+    with make_server(LongStepEngine) as address:
         run(check(address))
 
 
