@@ -1,8 +1,8 @@
 """A script for `compile_in_child`: Llama-3.1-8B's step compiled for an H200, by the runner that serves it.
 
-It gets the options of EngineConfig, num_layers, memory_bytes in place of num_pages, and card_bytes, the memory of the
-card, if that is not an H200's; it prints what it sees of each program (`describe`) and the kernels' figures. See
-test_gpu_step.
+It gets the options of EngineConfig, num_layers, memory_bytes in place of num_pages, card_bytes, the memory of the card,
+if that is not an H200's, and xla_flags; it prints what it sees of each program (`describe`) and the kernels' figures.
+See test_gpu_step.
 """
 
 import dataclasses
@@ -16,12 +16,15 @@ from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 
+OPTIONS = json.loads(sys.argv[1])
 FOLDER = tempfile.TemporaryDirectory()
-os.environ["XLA_FLAGS"] = f"--xla_dump_to={FOLDER.name} --xla_dump_hlo_as_text"  # XLA reads it once, very early.
+os.environ["XLA_FLAGS"] = " ".join(  # XLA reads it once, very early.
+    [f"--xla_dump_to={FOLDER.name}", "--xla_dump_hlo_as_text", *OPTIONS.pop("xla_flags", [])]
+)
 os.environ["MOSAIC_GPU_DUMP_TO"] = FOLDER.name
 
 import jax.numpy as jnp  # noqa: E402
-from hlo_program import Computations, instructions, parse  # noqa: E402
+from hlo_program import Computations, Instruction, instructions, parse  # noqa: E402
 from model_shapes import LLAMA_8B  # noqa: E402
 
 from jaxllm.config import EngineConfig, resolve  # noqa: E402
@@ -43,7 +46,7 @@ def make_runner(
     if memory_bytes is not None:
         runner_module.memory_limit_bytes = lambda *_: memory_bytes
     hf = LLAMA_8B | {"num_hidden_layers": num_layers}
-    mesh = gpu_mesh(CARD)
+    mesh = gpu_mesh(CARD, options.get("tensor_parallel_size", 1))
     config = EngineConfig(model="Llama-3.1-8B", max_model_len=8192, **options)
     config = resolve(config, platform="gpu", model_max_len=hf["max_position_embeddings"])
     model = Model.from_checkpoint(
@@ -58,7 +61,7 @@ def make_runner(
 def describe(runner: Runner, bucket: Bucket) -> dict[str, object]:
     program = runner._programs[bucket]
     memory = program.memory_analysis()
-    (cache_shape,) = {struct.shape for struct in runner._layout.structs(runner.num_pages)}
+    (cache_shape,) = {s.sharding.shard_shape(s.shape) for s in runner._layout.structs(runner.num_pages)}
     computations = parse(program)
     parsed = list(instructions(computations))
     return {
@@ -74,6 +77,7 @@ def describe(runner: Runner, bucket: Bucket) -> dict[str, object]:
         # What gives arrays of a cache's shape, and how many of them there are.
         "of_cache_shape": Counter(i.op for i in parsed if cache_shape in i.shapes),
         "copies_of_cache_shape": [i.op for i in parsed if "copy" in i.op and cache_shape in i.shapes],
+        "collectives": collectives(parsed),
         "planned_late": planned_late(computations) if runner._layout.implementation == "gpu" else [],
         "products": Counter(kind for i in parsed if (kind := product_kind(i.op, i.rest))),
         "kernels": Counter(re.search(r"/(paged_attention_\w+)/", i.rest)[1] for i in parsed if i.is_kernel),
@@ -89,6 +93,17 @@ def planned_late(computations: Computations) -> list[str]:
         for i in entry[writes[1] :]
         if i.op == "fusion" and "ragged_paged_attention" in i.rest and {dtype for dtype, *_ in i.arrays} == {"s32"}
     ]
+
+
+def collectives(program: list[Instruction]) -> Counter[str]:
+    """How often what several GPUs do together is in the program's text: "all-reduce bf16[256,4096]"."""
+    names = "all-reduce|all-gather|(ragged-)?all-to-all|collective-permute|collective-broadcast|reduce-scatter"
+    return Counter(
+        f"{i.op.removesuffix('-start')} {dtype}[{','.join(map(str, shape))}]"
+        for i in program
+        if re.fullmatch(f"({names})(-start)?", i.op)
+        for dtype, shape, _ in i.arrays
+    )
 
 
 def product_kind(op: str, rest: str) -> str | None:
@@ -111,7 +126,7 @@ def thunks() -> list[dict[str, object]]:
 
 
 def main() -> None:
-    runner = make_runner(**json.loads(sys.argv[1]))
+    runner = make_runner(**OPTIONS)
     figures = [
         dataclasses.asdict(kernel) | {"blocks_per_sm": kernel.blocks_per_sm(CARDS[CARD])}
         for kernel in read_figures(Path(FOLDER.name))

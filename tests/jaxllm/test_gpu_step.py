@@ -4,10 +4,14 @@ Llama-3.1-8B's own shapes without weights, through the runner that serves it. Th
 it looks for happens in every layer or in none; the nightly ones have all, in the buckets of the defaults.
 """
 
+import re
+from math import prod
 from pathlib import Path
 
 import pytest
 from gpu_compilation import compile_in_child
+
+from jaxllm.engine.sampler import NUM_TOP_LOGPROBS
 
 SCRIPT = Path(__file__).with_name("gpu_step_programs.py")
 H200_BYTES = 141e9  # https://www.nvidia.com/en-us/data-center/h200/
@@ -34,13 +38,14 @@ def check_the_step_is_one_graph(thunks: dict, num_custom_calls: int) -> None:
 
 
 def check_products_are_made_once(program: dict) -> None:
-    # Of a layer: queries, keys and values in one; the output's; gate, up and down. And the logits.
-    assert sum(program["products"].values()) == 5 * program["num_layers"] + 1
+    # Of a layer: queries, keys and values in one; the output's; gate, up and down. And the logits. With two cards XLA
+    # makes one of gate and up.
+    of_layer = 4 if program["collectives"] else 5
+    assert sum(program["products"].values()) == of_layer * program["num_layers"] + 1
 
 
-def check_with_kernels(found: dict) -> None:
+def check_programs(found: dict) -> None:
     assert {program["is_decode_only"] for program in found["programs"]} == {False, True}
-    num_kernels = []
     for program in found["programs"]:
         assert program["implementation"] == "gpu"
         check_caches_are_updated_in_place(program)
@@ -50,25 +55,59 @@ def check_with_kernels(found: dict) -> None:
         assert program["kernels"] == {
             f"paged_attention_{name}": n * program["num_layers"] for name, n in of_layer.items()
         }
-        num_kernels.append(sum(program["kernels"].values()))
-    for thunks, num in zip(
-        sorted(found["thunks"], key=lambda t: t["kinds"]["kCustomCall"]), sorted(num_kernels), strict=True
-    ):
-        check_the_step_is_one_graph(thunks, num)
     assert {kernel["name"].removeprefix("paged_attention_") for kernel in found["kernels"]} == set(KERNELS[False])
     for kernel in found["kernels"]:
         assert kernel["spill_bytes"] == kernel["stack_bytes"] == 0, kernel["name"]
         assert kernel["blocks_per_sm"] >= 1
 
 
+def check_each_step_is_one_graph(found: dict) -> None:
+    num_kernels = sorted(sum(program["kernels"].values()) for program in found["programs"])
+    programs = sorted(found["thunks"], key=lambda thunks: thunks["kinds"].get("kCustomCall", 0))
+    for thunks, num in zip(programs, num_kernels, strict=True):
+        check_the_step_is_one_graph(thunks, num)
+
+
 def test_two_layers():
-    check_with_kernels(compile_in_child(SCRIPT, QUICK))
+    found = compile_in_child(SCRIPT, QUICK)
+    check_programs(found)
+    check_each_step_is_one_graph(found)
+    assert not any(program["collectives"] for program in found["programs"])
+
+
+# With it what GPUs send each other is in graphs too.
+COLLECTIVES = (
+    "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE,"
+    "COLLECTIVES"
+)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("xla_flags", [[], [COLLECTIVES, "--xla_gpu_enable_cub_radix_sort=false"]], ids=str)
+def test_two_layers_on_two_cards(xla_flags):
+    found = compile_in_child(SCRIPT, QUICK | {"tensor_parallel_size": 2, "xla_flags": xla_flags})
+    check_programs(found)
+    for program in found["programs"]:
+        rows = QUICK["max_num_seqs"]
+        tokens = rows if program["is_decode_only"] else QUICK["max_num_batched_tokens"]
+        # Of the embedding, and after the attention and the feed-forward block of each layer.
+        activations = 1 + 2 * program["num_layers"]
+        assert program["collectives"].pop(f"all-reduce bf16[{tokens},4096]") == activations
+        # The rest are the sampler's, of numbers a row: no logits.
+        assert max(prod(shape_of(name)) for name in program["collectives"]) <= 2 * NUM_TOP_LOGPROBS * rows
+    if xla_flags:
+        check_each_step_is_one_graph(found)
+
+
+def shape_of(collective: str) -> list[int]:
+    return [int(n) for n in re.findall(r"\[([\d,]+)\]", collective)[0].split(",")]
 
 
 @pytest.mark.nightly
 def test_the_whole_model_fits_and_keeps_to_the_rules():
     found = compile_in_child(SCRIPT, WHOLE, timeout_s=3600)
-    check_with_kernels(found)
+    check_programs(found)
+    check_each_step_is_one_graph(found)
     for program in found["programs"]:
         assert program["arguments_bytes"] + program["temporaries_bytes"] < 0.9 * H200_BYTES
         assert program["cache_tokens"] > 700_000
