@@ -4,6 +4,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PYTHON ?=
+# Processes of `make test`. One would leave a core idle: XLA compiles a program on one. A file's tests stay together, as
+# they share models and servers, and those of the server come last, as its files are the ones that take least each.
+WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help demo install dev libtpu cuda test test-nightly lint notebooks bench bench-host bench-peers clean
@@ -27,7 +30,7 @@ libtpu: .libtpu/.installed  ## the TPU's compiler, to compile for TPUs without o
 cuda: .cuda/.installed  ## the GPU's compilers, to compile for GPUs without one (270 MB to load, 720 MB on disk)
 
 test: dev libtpu cuda  ## run the tests
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-nightly: dev libtpu cuda  ## run the tests that take long too
 	$(BIN)/pytest -m "nightly or not nightly"
