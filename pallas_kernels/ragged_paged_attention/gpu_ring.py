@@ -119,5 +119,14 @@ class Ring(NamedTuple):
         lax.fori_loop(0, jnp.minimum(num_operands, num_narrow), lambda i, _: fetch(i, narrow, i), None)
         lax.fori_loop(0, num_operands, bring_converted, None)
 
+    def wait_until_empty(self, num_operands: Array) -> None:
+        """Until all that was brought is no more needed."""
+        num_stages = self.operands.shape[0]
+
+        def wait(number: Array, _: None) -> None:
+            plgpu.barrier_wait(self.free.at[self._stage(number)])
+
+        lax.fori_loop(jnp.maximum(num_operands - num_stages, 0), num_operands, wait, None)
+
     def _stage(self, number: Array) -> Array:
         return lax.rem(number, self.operands.shape[0])

@@ -93,14 +93,14 @@ def attend(inputs: Inputs, out: Ref, *, scores: Scores, blocks: Blocks, group: i
     def kernel(inputs: Inputs, out: Ref, parts: Parts, scratch: Scratch) -> None:
         warpgroup, thread_block, ring = lax.axis_index("warpgroup"), lax.axis_index("block"), scratch.ring
 
-        def for_each(body: Any) -> None:
-            """`body(segment, keys and values of blocks before it)`."""
+        def for_each(body: Any) -> Array:
+            """`body(segment, keys and values of blocks before it)`. Gives how many there were of them."""
 
             def one(segment: Segment, num_earlier: Array) -> Array:
                 body(segment, num_earlier)
                 return num_earlier + 2 * (segment.end_block - segment.first_block)
 
-            for_each_segment(inputs.work, thread_block, one, jnp.int32(0))
+            return for_each_segment(inputs.work, thread_block, one, jnp.int32(0))
 
         def take_turn() -> None:
             plgpu.barrier_arrive(scratch.turn)
@@ -179,7 +179,11 @@ def attend(inputs: Inputs, out: Ref, *, scores: Scores, blocks: Blocks, group: i
         @pl.when(warpgroup == WARPGROUPS)
         def _() -> None:
             plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
-            for_each(fetch)
+            num_operands = for_each(fetch)
+            # Whoever waits for a barrier sees all of its phases: a simulated GPU of jax 0.11 insists.
+            ring.wait_until_empty(num_operands)
+            for i in range(WARPGROUPS):
+                pl.when(num_operands > 0)(partial(plgpu.barrier_wait, scratch.q_free.at[i]))
 
     weights = tiled((WARPGROUPS, ROWS, blocks.keys), dtype)
     return plgpu.kernel(
