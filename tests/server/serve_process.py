@@ -13,18 +13,28 @@ from typing import Any
 import psutil
 
 _PROGRAM = """\
+import signal
 import sys
 from jaxllm import EngineConfig, JaxLLMError
 from jaxllm.server.serve import serve
 from jaxllm.server.server_config import ServerConfig
 if __name__ == "__main__":  # API workers import this file again
-    engine_options, options, engine = eval(sys.argv[1])
+    engine_options, options, engine, ignored = eval(sys.argv[1])
+    # Else as the tests' own process takes them, in which libtpu may have had SIGHUP ignored, or who started it.
+    for number, handler in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGHUP, signal.SIG_DFL),
+        (signal.SIGTERM, signal.SIG_DFL),
+    ):
+        signal.signal(number, signal.SIG_IGN if number == ignored else handler)
     serve(EngineConfig(**engine_options), ServerConfig(**options), engine=engine)
 """
 
 
 class ServeProcess:
-    """url: as its start-up line tells it. lines: of its stderr so far. processes: it and all its children, at the time
+    """ignored: a signal that its parent has it ignore, as nohup does with SIGHUP.
+
+    url: as its start-up line tells it. lines: of its stderr so far. processes: it and all its children, at the time
     when it was ready."""
 
     def __init__(
@@ -35,6 +45,7 @@ class ServeProcess:
         engine: str = "stub_engine:StubEngine",
         wait: bool = True,
         engine_options: dict[str, Any] | None = None,
+        ignored: int | None = None,
         **options: Any,
     ) -> None:
         self.folder = folder  # also for temporary files
@@ -44,6 +55,7 @@ class ServeProcess:
             {"model": str(model)} | (engine_options or {}),
             {"port": 0, "served_model_name": ["stub"]} | options,
             engine,
+            None if ignored is None else int(ignored),
         )
         self.process = subprocess.Popen(
             [sys.executable, str(program), repr(arguments)],

@@ -197,22 +197,14 @@ def test_a_signal_to_the_whole_group_is_one_signal(run_serve, number):
 
 
 def test_a_server_under_nohup_does_not_end_with_its_terminal(run_serve):
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        server = run_serve()
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    server = run_serve(ignored=signal.SIGHUP)
     os.killpg(server.process.pid, signal.SIGHUP)
     time.sleep(0.3)
     assert httpx.get(server.url + "/ready").status_code == 200
 
 
 def test_a_server_can_be_ended_where_its_parent_ignores_sigterm(run_serve):
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        server = run_serve()
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    server = run_serve(ignored=signal.SIGTERM)
     server.signal()
     assert server.wait() == 0
 
