@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 from stream_reading import collect
-from tiny_models import write_tiny_model
-from tiny_tokenizer import write_tokenizer
 
 from jaxllm import AsyncLLM, EngineConfig, EngineProcess, SamplingParams
 from jaxllm.errors import (
@@ -27,19 +25,10 @@ from jaxllm.errors import (
 )
 
 SERVER_TESTS = str(Path(__file__).parents[1] / "server")  # where the engine without JAX is
-if SERVER_TESTS not in sys.path:
-    sys.path.append(SERVER_TESTS)
 
 STUB = "stub_engine:StubEngine"
 FREE = "stub_engine:FreeStepEngine"
 PATIENCE_S = 30.0  # on a busy machine
-
-
-@pytest.fixture(scope="module")
-def stub_folder(tmp_path_factory):
-    folder = write_tiny_model("llama", tmp_path_factory.mktemp("stub-model"))
-    write_tokenizer(folder)
-    return folder
 
 
 class Rig:
@@ -91,8 +80,8 @@ class Rig:
 
 
 @pytest.fixture(scope="module")
-def _rig(stub_folder):
-    rig = Rig(stub_folder)
+def _rig(tiny_folder):
+    rig = Rig(tiny_folder)
     yield rig
     rig.close()
 
@@ -108,11 +97,11 @@ def rig(_rig):
 
 
 @pytest.fixture
-def make_rig(stub_folder):
+def make_rig(tiny_folder):
     with contextlib.ExitStack() as stack:
 
         def make(engine=STUB, **options):
-            rig = Rig(stub_folder, engine, **options)
+            rig = Rig(tiny_folder, engine, **options)
             stack.callback(rig.close)
             return rig
 
@@ -416,14 +405,14 @@ def test_signals_to_the_group_are_left_to_the_owner(rig):
     assert rig.process.num_restarts == 0
 
 
-def test_no_process_outlives_its_owner(stub_folder):
+def test_no_process_outlives_its_owner(tiny_folder):
     """Not even when the owner is killed, and left a child that holds all of its files open."""
     program = f"""
         import asyncio, os, signal, sys
         sys.path.append({SERVER_TESTS!r})
         from jaxllm import AsyncLLM, EngineConfig, EngineProcess
 
-        process = EngineProcess(EngineConfig(model={str(stub_folder)!r}), engine={STUB!r})
+        process = EngineProcess(EngineConfig(model={str(tiny_folder)!r}), engine={STUB!r})
         process.start()
         asyncio.run(AsyncLLM.connect(process.address))
         child = os.fork()

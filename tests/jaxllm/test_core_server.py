@@ -2,17 +2,14 @@
 
 import asyncio
 import socket
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from stream_reading import collect
-from tiny_models import write_tiny_model
-from tiny_tokenizer import write_tokenizer
+from stub_engine import StubEngine
 
 from jaxllm import AsyncLLM, EngineConfig, SamplingParams
 from jaxllm.engine import core_server
@@ -23,29 +20,17 @@ from jaxllm.engine.core_request import CoreRequest
 from jaxllm.engine.core_server import CoreServer
 from jaxllm.engine.frame_socket import FrameSocket
 
-SERVER_TESTS = str(Path(__file__).parents[1] / "server")  # where the engine without JAX is
-if SERVER_TESTS not in sys.path:
-    sys.path.append(SERVER_TESTS)
-
 PATIENCE_S = 30.0  # on a busy machine
 
 
-@pytest.fixture(scope="module")
-def stub_folder(tmp_path_factory):
-    folder = write_tiny_model("llama", tmp_path_factory.mktemp("stub-model"))
-    write_tokenizer(folder)
-    return folder
-
-
 @pytest.fixture
-def make_server(stub_folder, tmp_path):
-    """(address, core) of a server that runs within the context. It must end without a client or a request."""
-    from stub_engine import StubEngine
+def make_server(tiny_folder, tmp_path):
+    """The address of a server that runs within the context. It must end without a client or a request."""
 
     @contextmanager
     def make(engine=StubEngine):
         address, ended = str(tmp_path / "core"), threading.Event()
-        server = CoreServer(engine(EngineConfig(model=str(stub_folder))), listen(address), ended.is_set)
+        server = CoreServer(engine(EngineConfig(model=str(tiny_folder))), listen(address), ended.is_set)
         with ThreadPoolExecutor() as executor:
             running = executor.submit(server.run)
             try:
@@ -93,7 +78,6 @@ def test_a_client_that_was_frozen_too_long_is_told_and_begins_anew(make_server, 
 
 def test_a_client_is_not_held_to_be_gone_after_a_step_that_was_long(make_server, monkeypatch):
     """It could not be heard meanwhile."""
-    from stub_engine import StubEngine
 
     class LongStepEngine(StubEngine):
         def step(self):
@@ -163,16 +147,14 @@ def test_a_request_longer_than_the_sockets_buffer_arrives_while_steps_are_done(m
         run(check(address))
 
 
-def test_a_client_that_does_not_confirm_is_sent_no_more_and_what_is_new_merges(stub_folder, tmp_path):
-    from stub_engine import StubEngine
-
+def test_a_client_that_does_not_confirm_is_sent_no_more_and_what_is_new_merges(tiny_folder, tmp_path):
     class SilentEngine(StubEngine):
         """Has requests, and is never to do a step."""
 
         has_unfinished_requests = False
 
     address = str(tmp_path / "core")
-    server = CoreServer(SilentEngine(EngineConfig(model=str(stub_folder))), listen(address), lambda: False)
+    server = CoreServer(SilentEngine(EngineConfig(model=str(tiny_folder))), listen(address), lambda: False)
     client = FrameSocket.connect(address)
 
     def say(message):
