@@ -11,7 +11,7 @@ class FrameSocket:
     """One end of a connection. A frame is its length, four bytes, and what it holds.
 
     Nothing here waits: what the other end has no room for is kept, and what has come in part stays until the rest has.
-    A connection that has ended is noticed by `receive` alone, whatever was sent in between is lost.
+    A connection that has ended is noticed by `receive` alone; whatever was sent in between is lost.
     """
 
     def __init__(self, stream: socket.socket):

@@ -19,7 +19,7 @@ def make_process(tmp_path):
 
     def make(*, serves: bool) -> tuple[WorkerProcess, Board]:
         board = Board(1, tmp_path / "board")
-        made.append(WorkerProcess(DyingWorker(tmp_path / "board", serves), "ipc:///engine", board))
+        made.append(WorkerProcess(DyingWorker(tmp_path / "board", serves), "/engine", board))
         return made[-1], board
 
     yield make
@@ -32,7 +32,7 @@ def test_one_that_never_served_is_not_started_again(make_process, tmp_path):
     process.end(PATIENCE_S)
     with pytest.raises(JaxLLMError, match="API worker 0 ended with code 7 before it could serve"):
         process.keep()
-    assert (tmp_path / "lives").read_text() == "ipc:///engine\n"
+    assert (tmp_path / "lives").read_text() == "/engine\n"
 
 
 def test_one_that_dies_again_and_again_is_started_ever_more_seldom(make_process, tmp_path, monkeypatch, caplog):
