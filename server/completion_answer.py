@@ -11,7 +11,7 @@ from jaxllm.server.call import Call
 from jaxllm.server.deltas import gather
 from jaxllm.server.generation import Generation
 from jaxllm.server.generation_group import GenerationGroup
-from jaxllm.server.protocol.completions import Completion, CompletionRequest, Prompt
+from jaxllm.server.protocol.completions import DEFAULT_MAX_TOKENS, Completion, CompletionRequest, Prompt
 from jaxllm.server.protocol.logprobs import CompletionLogprobsWriter
 from jaxllm.server.protocol.usage import Usage
 from jaxllm.server.streaming import DONE, ChunkWriter, encode_json, error_events
@@ -61,7 +61,8 @@ class CompletionAnswer:
                         request,
                         call,
                         token_ids,
-                        body.to_sampling_params(room=server.llm.info.max_model_len - len(token_ids)),
+                        body.to_sampling_params(),
+                        default_max_tokens=DEFAULT_MAX_TOKENS,
                         cache_salt=body.cache_salt or "",
                         request_id=id_,  # the same for all, so that an operator can end them by it
                         is_streamed=bool(body.stream),

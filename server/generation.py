@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
@@ -86,6 +87,7 @@ class Generation:
         prompt_token_ids: list[int],
         params: SamplingParams,
         *,
+        default_max_tokens: int | None = None,
         cache_salt: str = "",
         request_id: str | None = None,
         is_streamed: bool = False,
@@ -94,6 +96,7 @@ class Generation:
         """Gives a prompt to the engine, and returns when that has taken it in.
 
         Args:
+          default_max_tokens: the endpoint's own, where neither request nor operator set a limit.
           request_id: its name in the engine; a new one when left out.
           is_streamed: whether the answer is, for metrics and log.
           needs_pieces: False if the deltas may wait for the end, which costs least; as `is_streamed` when left out.
@@ -103,6 +106,7 @@ class Generation:
         """
         with ExitStack() as resources:
             resources.enter_context(server.drain.request())
+            params = _with_limit(server, len(prompt_token_ids), params, default_max_tokens)
             _check_prompt(server, prompt_token_ids, params)
             try:
                 # The engine may be stuck, and keep no time.
@@ -291,6 +295,17 @@ def _late_start(call: Call) -> ApiError:
     waited_s = time.monotonic() - call.received
     message = f"the request waited for {waited_s:.1f} s and did not start in time; send it again later"
     return ApiError(503, message, code="queue_timeout", retry_after_s=1.0)
+
+
+def _with_limit(
+    server: "Server", num_prompt_tokens: int, params: SamplingParams, default_max_tokens: int | None
+) -> SamplingParams:
+    """A default never makes a request too long: it ends where the context does."""
+    limit = server.config.default_max_tokens or default_max_tokens
+    if params.max_tokens is not None or limit is None:
+        return params
+    room = server.llm.info.max_model_len - num_prompt_tokens
+    return replace(params, max_tokens=max(1, min(max(limit, params.min_tokens), room)))
 
 
 def _check_prompt(server: "Server", prompt_token_ids: Sequence[int], params: SamplingParams) -> None:

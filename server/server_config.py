@@ -15,6 +15,7 @@ _MINIMUMS = {
     "api_workers": 1,
     "max_body_bytes": 1,
     "max_prompt_tokens": 1,
+    "default_max_tokens": 1,
     "max_stored_responses": 0,
 }
 _DURATIONS = (
@@ -60,6 +61,10 @@ class ServerConfig:
 
     max_prompt_tokens: int | None = None
     """The longest prompt; None: as long as the model's context allows."""
+
+    default_max_tokens: int | None = None
+    """The longest answer to a request that sets no limit, and less where the context has less room. None: until the
+    context is full, but 16 for /v1/completions, as OpenAI has it."""
 
     request_timeout_s: float | None = 3600.0
     """Ends a request that has not finished so long after it came; a client may ask for less. None: never."""
@@ -131,7 +136,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         for name, minimum in _MINIMUMS.items():
             value = getattr(self, name)
-            if value is None and name == "max_prompt_tokens":
+            if value is None and name in ("max_prompt_tokens", "default_max_tokens"):
                 continue
             if type(value) is not int or value < minimum:
                 raise ConfigError(f"{name} is {value!r}; it must be an integer of at least {minimum}")

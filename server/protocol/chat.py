@@ -112,7 +112,8 @@ class ChatRequest(SamplingFields):
 
     messages: Annotated[Items[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[
-        int | None, Field(ge=1, le=2**31 - 1, description="The default fills the model's context.")
+        int | None,
+        Field(ge=1, le=2**31 - 1, description="The default fills the context, if the operator sets no other."),
     ] = None
     max_tokens: Annotated[int | None, Field(ge=1, le=2**31 - 1, description="The older name.")] = None
     logprobs: bool | None = None

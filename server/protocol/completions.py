@@ -67,7 +67,9 @@ class CompletionRequest(SamplingFields):
     """The body of /v1/completions. With several prompts, the choices of the first come first."""
 
     prompt: Prompts
-    max_tokens: Annotated[int | None, Field(ge=1, le=2**31 - 1)] = DEFAULT_MAX_TOKENS
+    max_tokens: Annotated[
+        int | None, Field(ge=1, le=2**31 - 1, description="16, if the operator has set no other default.")
+    ] = None
     logprobs: Annotated[
         int | None, Field(ge=0, le=MAX_TOP_LOGPROBS, description="How many of the most likely tokens to show.")
     ] = None
@@ -92,11 +94,9 @@ class CompletionRequest(SamplingFields):
             raise ValueError(f"best_of is {self.best_of}; only the value of n is possible, for no choice is dropped")
         return self
 
-    def to_sampling_params(self, *, room: int) -> SamplingParams:
-        """`room`: what the context has left behind the prompt; the default of max_tokens is cut to it."""
-        has_default = self.max_tokens is None or "max_tokens" not in self.model_fields_set
-        max_tokens = min(DEFAULT_MAX_TOKENS, max(1, room)) if has_default else self.max_tokens
-        return self.sampling_params(max_tokens=max_tokens, logprobs=self.logprobs)
+    def to_sampling_params(self) -> SamplingParams:
+        """Raises InvalidRequestError where fields contradict."""
+        return self.sampling_params(max_tokens=self.max_tokens, logprobs=self.logprobs)
 
 
 class CompletionChoice(BaseModel):

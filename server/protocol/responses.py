@@ -157,7 +157,8 @@ class ResponseRequest(SamplingFields):
         bool | None, Field(description="Answer at once; ask for the response, or cancel it, by its id.")
     ] = None
     max_output_tokens: Annotated[
-        int | None, Field(ge=1, le=2**31 - 1, description="The default fills the model's context.")
+        int | None,
+        Field(ge=1, le=2**31 - 1, description="The default fills the context, if the operator sets no other."),
     ] = None
     tools: Items[FunctionTool] | None = None
     tool_choice: Annotated[Any, Only("none", "auto", hint="a call cannot be forced yet")] = None

@@ -259,3 +259,25 @@ def test_arguments_that_are_no_object_are_refused(stub_server, arguments):
     message = error(stub_server, [{"role": "assistant", "content": None, "tool_calls": [call]}])["message"]
     assert "must be a JSON object" in message
     assert len(message) < 300
+
+
+def test_the_operators_default_ends_an_answer_without_a_limit(start_stub):
+    """On each endpoint that has no limit of its own, and never beyond what fits."""
+    server = start_stub(default_max_tokens=20, max_stored_responses=0)
+    with httpx.Client(base_url=server.url + "/v1") as client:
+
+        def num_tokens(path: str, key: str, **body) -> int:
+            response = client.post(path, json={"model": "stub"} | body)
+            assert response.status_code == 200, response.text
+            return response.json()["usage"][key]
+
+        for length, expected in ((10, 20), (2048 - 5, 5)):
+            assert num_tokens("/completions", "completion_tokens", prompt="a" * length) == expected
+        for length, expected in ((10, 20), (2048 - 5 - len("[user][assistant]"), 5)):
+            assert num_tokens("/responses", "output_tokens", input="a" * length) == expected
+            messages = [{"role": "user", "content": "a" * length}]
+            assert num_tokens("/chat/completions", "completion_tokens", messages=messages) == expected
+        assert num_tokens("/chat/completions", "completion_tokens", messages=messages[:1], max_tokens=3) == 3
+        ask = {"messages": [{"role": "user", "content": "hi"}], "min_tokens": 30}
+        assert num_tokens("/chat/completions", "completion_tokens", **ask) == 30
+        assert num_tokens("/completions", "completion_tokens", prompt="a", max_tokens=40) == 40

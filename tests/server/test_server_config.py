@@ -43,6 +43,7 @@ def test_every_option_is_read_somewhere():
         ({"api_workers": 0}, "api_workers is 0"),
         ({"max_body_bytes": 0}, "max_body_bytes is 0"),
         ({"max_prompt_tokens": 0}, "max_prompt_tokens is 0"),
+        ({"default_max_tokens": 0}, "default_max_tokens is 0"),
         ({"request_timeout_s": 0}, "request_timeout_s is 0"),
         ({"watchdog_s": float("nan")}, "watchdog_s is nan"),
         ({"header_timeout_s": None}, "header_timeout_s is None"),
