@@ -6,7 +6,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from jaxllm.config import EngineConfig
@@ -14,7 +14,7 @@ from jaxllm.engine.core_client import CoreClient, State
 from jaxllm.engine.core_messages import Abort, Profile, ResetPrefixCache
 from jaxllm.engine.core_output import CoreOutput
 from jaxllm.engine.core_request import CoreRequest
-from jaxllm.engine.detokenizer import token_bytes
+from jaxllm.engine.detokenizer import Detokenizer, token_bytes
 from jaxllm.engine.engine_info import EngineInfo
 from jaxllm.engine.engine_process import EngineProcess
 from jaxllm.engine.engine_stats import EngineStats
@@ -202,6 +202,10 @@ class AsyncLLM:
         Raises InvalidRequestError if there is a trace already, or none; or EngineDeadError.
         """
         await self._client.ask(Profile(self._client.next_number(), folder))
+
+    def detokenizer(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
+        """Makes of a request's tokens what the text in its deltas is made of, less stop strings."""
+        return Detokenizer(self.tokenizer, prompt_token_ids=prompt_token_ids, skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> tuple[str, bytes]:
         """What a token looks like, and the bytes that it adds to a text, which may be a part of a character."""

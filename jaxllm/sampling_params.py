@@ -67,7 +67,7 @@ class SamplingParams:
     """Do not end at the model's own end tokens."""
 
     include_stop_str_in_output: bool = False
-    """Keep the stop text that ended the output."""
+    """Keep the stop text, or the text of the stop token, that ended the output."""
 
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""

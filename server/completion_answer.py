@@ -6,7 +6,7 @@ from uuid import uuid4
 
 from fastapi import Request
 
-from jaxllm import OutputDelta
+from jaxllm import OutputDelta, TokenLogprobs
 from jaxllm.server.call import Call
 from jaxllm.server.deltas import gather
 from jaxllm.server.generation import Generation
@@ -31,26 +31,36 @@ class CompletionAnswer:
     """
 
     def __init__(
-        self, server: "Server", body: CompletionRequest, id_: str, generations: list[Generation], echoed: list[str]
+        self,
+        server: "Server",
+        body: CompletionRequest,
+        id_: str,
+        generations: list[Generation],
+        prompts: list[list[int]],
+        echoed: list[str],
     ) -> None:
-        """`echoed`: what goes before the text of each prompt's choices."""
+        """`prompts`, `echoed`: the tokens of each generation's prompt, and what goes before the text of its choices."""
         self.source: DeltaSource = generations[0] if len(generations) == 1 else GenerationGroup(generations)
         self._llm = server.llm
         self._body = body
         self._id = id_
         self._created = int(time.time())
         self._generations = generations
-        self._echoes = [echo for echo in echoed for _ in range(self.source.num_choices // len(generations))]
         self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
         self._writer = ChunkWriter(self._fields(), include_usage=self._include_usage)
         self._heads = [b'{"index":%d,"text":' % index for index in range(self.source.num_choices)]
-        self._logprobs_writers = [self._logprobs_writer() for _ in self._heads]
+        num_choices = self.source.num_choices // len(generations)
+        self._prompts = [prompt for prompt in prompts for _ in range(num_choices)]
+        self._echoes = [echo for echo in echoed for _ in range(num_choices)]
+        wants_logprobs = body.logprobs is not None
+        self._logprobs_writers = [self._logprobs_writer(prompt) for prompt in self._prompts] if wants_logprobs else []
 
     @classmethod
     async def start(cls, server: "Server", request: Request, call: Call, body: CompletionRequest) -> "CompletionAnswer":
         """Gives the prompts to the engine: all of them, or none. Raises what `Generation.start` does."""
         id_ = f"cmpl-{uuid4().hex}"
         generations: list[Generation] = []
+        prompts: list[list[int]] = []
         echoed: list[str] = []
         try:
             for prompt in body.prompt:
@@ -68,11 +78,12 @@ class CompletionAnswer:
                         is_streamed=bool(body.stream),
                     )
                 )
+                prompts.append(token_ids)
                 echoed.append(_text_of(server, text, token_ids) if body.echo else "")
         except BaseException:
             GenerationGroup(generations).close()
             raise
-        return cls(server, body, id_, generations, echoed)
+        return cls(server, body, id_, generations, prompts, echoed)
 
     async def whole(self) -> Completion:
         """Waits for all choices. Raises what `Generation.take` does."""
@@ -80,7 +91,7 @@ class CompletionAnswer:
             {
                 "index": choice.index,
                 "text": self._echoes[choice.index] + choice.text,
-                "logprobs": None if choice.logprobs is None else self._logprobs_writer().write(choice.logprobs),
+                "logprobs": self._logprobs_of(choice.index, choice.logprobs),
                 "finish_reason": choice.finish_reason,
                 "stop_reason": choice.stop_reason,
             }
@@ -95,7 +106,7 @@ class CompletionAnswer:
         index = delta.index
         text, self._echoes[index] = self._echoes[index] + delta.text, ""
         if delta.logprobs is not None or delta.finish_reason is not None:
-            return self._writer.chunk(_choice(index, text, delta, self._logprobs_writers[index]))
+            return self._writer.chunk(_choice(index, text, delta, self._logprobs_of(index, delta.logprobs)))
         if not text:
             return b""
         return self._writer.chunk(self._heads[index] + encode_json(text) + _PLAIN_CHUNK_TAIL)
@@ -108,15 +119,21 @@ class CompletionAnswer:
     def _fields(self) -> dict[str, Any]:
         return {"id": self._id, "object": "text_completion", "created": self._created, "model": self._body.model}
 
-    def _logprobs_writer(self) -> CompletionLogprobsWriter:
-        return CompletionLogprobsWriter(self._llm.token_text, self._body.logprobs or 0)
+    def _logprobs_writer(self, prompt: list[int]) -> CompletionLogprobsWriter:
+        skip_special_tokens = self._body.skip_special_tokens is not False
+        detokenizer = self._llm.detokenizer(prompt, skip_special_tokens=skip_special_tokens)
+        return CompletionLogprobsWriter(self._llm.token_text, self._body.logprobs or 0, detokenizer.append_one)
+
+    def _logprobs_of(self, index: int, logprobs: list[TokenLogprobs] | None) -> dict[str, Any] | None:
+        """Of the next tokens of a choice."""
+        return None if logprobs is None else self._logprobs_writers[index].write(logprobs)
 
 
-def _choice(index: int, text: str, delta: OutputDelta, logprobs_writer: CompletionLogprobsWriter) -> bytes:
+def _choice(index: int, text: str, delta: OutputDelta, logprobs: dict[str, Any] | None) -> bytes:
     choice = {
         "index": index,
         "text": text,
-        "logprobs": None if delta.logprobs is None else logprobs_writer.write(delta.logprobs),
+        "logprobs": logprobs,
         "finish_reason": delta.finish_reason,
     }
     return encode_json(choice if delta.finish_reason is None else choice | {"stop_reason": delta.stop_reason})

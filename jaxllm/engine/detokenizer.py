@@ -68,6 +68,13 @@ class Detokenizer:
         """Returns the text that these tokens complete. The bytes of an incomplete character are held back."""
         return self._utf8.decode(b"".join(map(self._bytes_of_next, token_ids)))
 
+    def append_one(self, token_id: int) -> tuple[str, int]:
+        """As `append`, and where in the text that it returns the token's own begins: at 1 behind the U+FFFD of bytes
+        that the token did not make a character of, else at 0, be it in the middle of a character."""
+        held, data = self._utf8.getstate()[0], self._bytes_of_next(token_id)
+        text = self._utf8.decode(data)
+        return text, int(bool(held and text) and not (held + data).startswith(text[0].encode()))
+
     def finish(self) -> str:
         """Returns what is held back when no more tokens come: nothing, or one U+FFFD."""
         return self._utf8.decode(b"", final=True)

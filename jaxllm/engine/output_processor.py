@@ -27,15 +27,16 @@ class _Record[Sink]:
     stop_strings: StopStrings | None
 
     def append(
-        self, token_ids: list[int], logprobs: list[TokenLogprobs] | None, now: float, *, hides_last: bool
+        self, token_ids: list[int], logprobs: list[TokenLogprobs] | None, now: float, *, is_stopped: bool
     ) -> OutputDelta:
         """The delta of new tokens. One at which a stop string is complete is the last; those after it are dropped.
 
-        hides_last: the last token ended the output, and its text is not part of it.
+        is_stopped: the last token is a stop token; its text is part of the output only if the request wants it.
         """
         metrics = self.metrics
         if metrics.first_token_time is None:
             metrics.first_token_time = now
+        hides_last = is_stopped and not self.params.include_stop_str_in_output
         shown = token_ids[:-1] if hides_last else token_ids
         if self.stop_strings is not None:
             pieces: list[str] = []
@@ -153,7 +154,7 @@ class OutputProcessor[Sink]:
                     assert reason is not None
                     yield self.finish(key, reason, error, now=output.time)
                     continue
-                delta = record.append(token_ids, output.logprobs.get(key), output.time, hides_last=reason == "stop")
+                delta = record.append(token_ids, output.logprobs.get(key), output.time, is_stopped=reason == "stop")
                 if delta.finish_reason is not None:
                     del records[key]
                     if reason is None:

@@ -1,6 +1,5 @@
 """Log-probabilities of tokens: in the form of completions, and in that of chat completions."""
 
-import codecs
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +11,9 @@ from jaxllm import TokenLogprobs
 TokenText = Callable[[int], tuple[str, bytes]]
 """`AsyncLLM.token_text`."""
 
+AppendOne = Callable[[int], tuple[str, int]]
+"""`append_one` of an `AsyncLLM.detokenizer`."""
+
 _LOWEST = -9999.0  # where JSON has no word for minus infinity; as OpenAI's own
 
 
@@ -19,7 +21,8 @@ class CompletionLogprobs(BaseModel):
     """Lists of one entry for each token. A token that is no whole character is written as `bytes:\\xe2\\x82`."""
 
     text_offset: list[int]
-    """Where the token begins in the text of the choice."""
+    """Where the text of the token begins in that of the choice. The tokens of one character all begin at it; one that
+    is not shown begins where it would be, and one that a stop text has cut off may begin beyond the end."""
 
     token_logprobs: list[float]
     tokens: list[str]
@@ -46,22 +49,23 @@ class CompletionLogprobsWriter:
     """Makes the lists of one choice, piece by piece.
 
     num_top: how many alternatives were asked for; 0 leaves them out.
-    offset: where the first token begins.
+    append_one: of a detokenizer of its own, like that which makes the text of the choice.
     """
 
-    def __init__(self, token_text: TokenText, num_top: int, *, offset: int = 0) -> None:
+    def __init__(self, token_text: TokenText, num_top: int, append_one: AppendOne) -> None:
         self._token_text = token_text
         self._num_top = num_top
-        self._offset = offset
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._append_one = append_one
+        self._text_len = 0
 
     def write(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """The fields of `CompletionLogprobs` for the next tokens."""
         tokens, offsets = [], []
         for entry in logprobs:
             tokens.append(self._name(entry.token_id))
-            offsets.append(self._offset)
-            self._offset += len(self._utf8.decode(self._token_text(entry.token_id)[1]))
+            text, begin = self._append_one(entry.token_id)
+            offsets.append(self._text_len + begin)
+            self._text_len += len(text)
         return {
             "text_offset": offsets,
             "token_logprobs": [_finite(entry.logprob) for entry in logprobs],

@@ -1,3 +1,4 @@
+import bisect
 import gc
 import random
 import time
@@ -223,3 +224,52 @@ def test_a_tokenizer_is_not_kept_alive():
     del tokenizer
     gc.collect()
     assert reference() is None
+
+
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+def test_each_token_is_told_where_its_text_begins(byte_spelling_tokenizer, skip_special_tokens):
+    """Also amid characters, behind bytes that form none, behind tokens that are not shown, and behind a prompt."""
+    tokenizer, dice = byte_spelling_tokenizer, random.Random(1)
+    pieces = [
+        spell(tokenizer, data)
+        for data in (b"a", b"\xe2\x82\xac", b"\xe2", b"\x82", b"\xf0\x9f", b"\xef\xbf\xbd", b"\xff")
+    ]
+    pieces += [tokenizer.backend_tokenizer.encode(text).ids for text in ("hello 😀 the", "</s>")]
+    for _ in range(300):
+        prompt, token_ids = (
+            [token_id for piece in dice.choices(pieces, k=k) for token_id in piece] for k in (dice.randrange(3), 8)
+        )
+        options = {"prompt_token_ids": prompt, "skip_special_tokens": skip_special_tokens}
+        detokenizer, offsets, text, shown = Detokenizer(tokenizer, **options), [], "", b""
+        held = detokenizer._utf8.getstate()[0]
+        bytes_of = Detokenizer(tokenizer, **options)._bytes_of_next
+        ends = [len(held)]
+        for token_id in token_ids:
+            new, begin = detokenizer.append_one(token_id)
+            offsets.append(len(text) + begin)
+            text += new
+            shown += bytes_of(token_id)
+            ends.append(len(held) + len(shown))
+        text += detokenizer.finish()
+        begins = character_begins(held + shown)
+        assert len(begins) == len(text)
+        for offset, start, end in zip(offsets, ends, ends[1:], strict=False):
+            if end > start:
+                assert offset == bisect.bisect_right(begins, start) - 1
+
+
+def character_begins(data: bytes) -> list[int]:
+    """Of each character that bytes decode to, the index of its first byte."""
+    begins, start = [], 0
+    while start < len(data):
+        try:
+            valid, skipped = data[start:].decode(), 0
+        except UnicodeDecodeError as error:
+            valid, skipped = data[start : start + error.start].decode(), error.end - error.start
+        for character in valid:
+            begins.append(start)
+            start += len(character.encode())
+        if skipped:
+            begins.append(start)
+            start += skipped
+    return begins

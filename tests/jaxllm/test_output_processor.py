@@ -101,6 +101,16 @@ def test_an_incomplete_character_at_the_end_is_a_replacement_character(script):
         ("on<s>e", {"skip_special_tokens": False}, "on<s>e", "length", None),
         # The text of the token that ended the output is not looked at.
         ("one</s>two", {"stop": "</s>", "skip_special_tokens": False}, "one", "stop", None),
+        # Unless it is to be kept: then it is text like any other.
+        ("one</s>two", {"include_stop_str_in_output": True}, "one", "stop", None),
+        ("one</s>two", {"include_stop_str_in_output": True, "skip_special_tokens": False}, "one</s>", "stop", None),
+        (
+            "one</s>two",
+            {"include_stop_str_in_output": True, "skip_special_tokens": False, "stop": "e<"},
+            "one<",
+            "stop",
+            "e<",
+        ),
         # Stop strings count from the tokens after min_tokens on, and those that end in them.
         ("one one", {"stop": "ne", "min_tokens": 3}, "one o", "stop", "ne"),
         ("one one", {"stop": "ne", "min_tokens": 2}, "one o", "stop", "ne"),

@@ -84,6 +84,10 @@ def test_stop_tokens_and_the_least_number_of_tokens(stub_server):
     assert texts(stub_server, prompt="!say:ab", ignore_eos=True, max_tokens=5) == ["abab"]
     shown = {"ignore_eos": True, "skip_special_tokens": False, "max_tokens": 5}
     assert texts(stub_server, prompt="!say:ab", **shown) == ["ab</s>ab"]
+    kept = {"include_stop_str_in_output": True}
+    assert texts(stub_server, prompt="abcdef", stop_token_ids=[69], **kept) == ["abc"]
+    assert texts(stub_server, prompt="!say:ab", **kept) == ["ab"]
+    assert texts(stub_server, prompt="!say:ab", skip_special_tokens=False, **kept) == ["ab</s>"]
 
 
 def test_log_probabilities_in_the_old_shape(stub_server):
@@ -96,6 +100,40 @@ def test_log_probabilities_in_the_old_shape(stub_server):
     assert two["top_logprobs"] == [{"a": -0.5, "b": -1.5}]
     none = answer(stub_server, prompt="a", max_tokens=1, logprobs=0)["choices"][0]["logprobs"]
     assert (none["tokens"], none["top_logprobs"]) == (["a"], None)
+
+
+@pytest.mark.parametrize("options", [{}, {"skip_special_tokens": False}, {"n": 2}, {"stream": True, "n": 2}])
+def test_an_offset_is_where_the_text_of_its_token_begins(stub_server, options):
+    """Of hidden special tokens, split characters, bytes that form none, and of every choice."""
+    bytes_of = {token_id: stub_server.llm.token_text(token_id)[1] for token_id in range(256)}
+    id_of = {data: token_id for token_id, data in bytes_of.items() if len(data) == 1}
+    euro, broken = ([id_of[bytes([byte])] for byte in data] for data in (b"\xe2\x82\xac", b"\xe2\x82"))
+    prompts = [[1, *euro, 0, 69, 2, *broken, 70, 2, 71], [*broken, 1, *broken, 72]]
+    body = {"prompt": prompts, "max_tokens": 40, "logprobs": 0, "ignore_eos": True} | options
+    choices = {}
+    if options.get("stream"):
+        for line in post(stub_server, **body).text.split("\n\n")[:-2]:
+            (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+            choices.setdefault(choice["index"], []).append(choice)
+    else:
+        choices = {choice["index"]: [choice] for choice in answer(stub_server, **body)["choices"]}
+    assert len(choices) == 2 * options.get("n", 1)
+    for index, chunks in choices.items():
+        text = "".join(chunk["text"] for chunk in chunks)
+        offsets = [offset for chunk in chunks if chunk["logprobs"] for offset in chunk["logprobs"]["text_offset"]]
+        prompt = prompts[index // options.get("n", 1)]
+        token_ids = (prompt * 40)[:40]
+        assert len(offsets) == 40
+        for token_id, offset, after in zip(token_ids, offsets, [*offsets[1:], len(text)], strict=True):
+            shown, data = text[offset:after], bytes_of[token_id]
+            if token_id < 3:
+                # The U+FFFD is of bytes before it, which might have become a character behind it.
+                expected = data.decode() if options.get("skip_special_tokens") is False else ""
+                assert shown.lstrip("\ufffd") == expected
+            elif data.isascii():
+                assert shown == data.decode()
+            else:
+                assert shown in ("", "€", "\ufffd")
 
 
 def test_tokens_found_in_the_prefix_cache_are_told(stub_server):
