@@ -189,7 +189,7 @@ class LLM:
             raise InvalidRequestError(
                 f'{name} is {prompt!r}; it must be a text, {{"prompt": text}} or {{"prompt_token_ids": [ids]}}'
             )
-        return prompt, _non_empty(self._encode(prompt, name), name)
+        return prompt, _non_empty(self.engine.tokenizer.encode(_checked_text(prompt, name)), name)
 
     def _render(self, messages: Any, name: str) -> tuple[str, list[int]]:
         """(text, token ids) of a conversation with the beginning of the answer."""
@@ -214,18 +214,8 @@ class LLM:
             parts = self._control_tokens.parts(render, messages)
         except Exception as error:  # Templates raise on what they do not accept, each in its own way.
             raise InvalidRequestError(f"{name} does not fit the model's chat template: {error}") from error
-        token_ids = [token_id for part in parts for token_id in self._encode(part, name, add_special_tokens=False)]
-        return "".join(parts), _non_empty(token_ids, name)
-
-    def _encode(self, text: str, name: str, **options: Any) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequestError(
-                f"{name} has {text[error.start]!r} at index {error.start:,}, which is half of a character; "
-                "it must be valid Unicode"
-            ) from error
-        return self.engine.tokenizer.encode(text, **options)
+        text = _checked_text("".join(parts), name)
+        return text, _non_empty(self._control_tokens.encode(parts), name)
 
 
 def _checked(params: SamplingParams | None) -> SamplingParams:
@@ -239,6 +229,17 @@ def _checked(params: SamplingParams | None) -> SamplingParams:
 def _check_list(name: str, value: Any) -> None:
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise InvalidRequestError(f"{name} is {value!r}; it must be a list")
+
+
+def _checked_text(text: str, name: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"{name} has {text[error.start]!r} at index {error.start:,}, which is half of a character; "
+            "it must be valid Unicode"
+        ) from error
+    return text
 
 
 def _checked_token_ids(token_ids: Any, name: str) -> list[int]:

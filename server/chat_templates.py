@@ -10,7 +10,7 @@ import jinja2
 import jinja2.ext
 import jinja2.meta
 
-from jaxllm import ConfigError, ControlTokens, InvalidRequestError
+from jaxllm import ConfigError, InvalidRequestError
 from jaxllm.server.prompt_encoder import PromptEncoder
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class ChatTemplates:
         self._encoder = encoder
         self._allow_request_template = config.allow_request_chat_template
         self._operators = read_chat_template(config)
-        self._control_tokens = ControlTokens(self._tokenizer)
+        self._control_tokens = encoder.control_tokens
         parameters = inspect.signature(self._tokenizer.apply_chat_template).parameters.values()
         self._taken = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD} | set(
             self._tokenizer.special_tokens_map
@@ -69,10 +69,8 @@ class ChatTemplates:
                 messages, tools=tools, template=template, kwargs=kwargs, add_generation_prompt=add_generation_prompt
             )
 
-        parts, token_ids = self._control_tokens.parts(render, messages, tools, kwargs), list[int]()
-        for part in parts:
-            token_ids += await self._encoder.encode(part, name="the conversation", add_special_tokens=False)
-        return "".join(parts), token_ids
+        parts = self._control_tokens.parts(render, messages, tools, kwargs)
+        return "".join(parts), await self._encoder.encode_parts(parts, name="the conversation")
 
     def render_text(
         self,

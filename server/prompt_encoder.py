@@ -1,10 +1,11 @@
 """From the text of a prompt to its token ids, without holding up the streams of others."""
 
 import asyncio
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from jaxllm import InvalidRequestError
+from jaxllm import ControlTokens, InvalidRequestError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -16,7 +17,10 @@ _MAX_INLINE_CHARACTERS = 4096  # about 1 ms of work; a thread costs less than wa
 
 class PromptEncoder:
     """Tokenizes as `LLM` does. Long texts are for a thread, in which the tokenizer runs without Python's lock; those
-    that would not fit the context if they were made of the longest tokens only are not looked at."""
+    that would not fit the context if they were made of the longest tokens only are not looked at.
+
+    control_tokens: those of the tokenizer.
+    """
 
     def __init__(self, llm: "AsyncLLM") -> None:
         self._tokenizer: Tokenizer = llm.tokenizer.backend_tokenizer
@@ -24,14 +28,26 @@ class PromptEncoder:
         self._max_characters = self._max_model_len * max(map(len, self._tokenizer.get_vocab()))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self.control_tokens = ControlTokens(llm.tokenizer)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jaxllm-tokenize")
 
     async def encode(self, text: str, *, name: str = "the prompt", add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a text.
+        """The token ids of a text, in which control tokens are control tokens.
 
         Raises InvalidRequestError, with `name`, for a text that is hopelessly long, or not Unicode: half of a surrogate
         pair, which JSON can spell, stands for no character.
         """
+        return await self._run(text, name, lambda: self._encode(text, add_special_tokens))
+
+    async def encode_parts(self, parts: Sequence[str], *, name: str) -> list[int]:
+        """The token ids of what `control_tokens.parts` gave. Raises what `encode` does."""
+        return await self._run("".join(parts), name, lambda: self.control_tokens.encode(parts))
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _run(self, text: str, name: str, encode: Callable[[], list[int]]) -> list[int]:
         if len(text) > self._max_characters:
             raise InvalidRequestError(
                 f"{name} has {len(text):,} characters; no more than {self._max_characters:,} can fit the context of "
@@ -45,12 +61,8 @@ class PromptEncoder:
                 "it must be valid Unicode"
             ) from error
         if len(text) <= _MAX_INLINE_CHARACTERS:
-            return self._encode(text, add_special_tokens)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._encode, text, add_special_tokens)
-
-    def close(self) -> None:
-        """Ends the thread."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+            return encode()
+        return await asyncio.get_running_loop().run_in_executor(self._thread, encode)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # Of the tokenizer's calls, only those for batches let other threads run meanwhile.
