@@ -150,7 +150,7 @@ class AsyncLLM:
         """
         if not set(map(type, prompt_token_ids)) <= {int}:
             wrong = next(token_id for token_id in prompt_token_ids if type(token_id) is not int)
-            raise InvalidRequestError(f"the prompt has {wrong!r} as a token id; it must be an integer")
+            raise InvalidRequestError(f"the prompt has {wrong!r} as a token id; it must be an integer", param="prompt")
         request_id = request_id if request_id is not None else uuid.uuid4().hex
         now = time.monotonic()
         request = CoreRequest.of(

@@ -21,7 +21,14 @@ class JaxLLMError(Exception):
 
 
 class InvalidRequestError(JaxLLMError, ValueError):
-    """A request that cannot be served as asked."""
+    """A request that cannot be served as asked.
+
+    param: the option that is to blame, as `SamplingParams` calls it; "prompt" for the prompt.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class OverloadedError(JaxLLMError):

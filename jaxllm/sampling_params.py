@@ -170,4 +170,5 @@ def _items(name: str, value: Any, limit: str) -> tuple[Any, ...]:
 
 
 def _invalid(name: str, value: Any, limit: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{name} is {value!r}; it must be {limit}.")
+    param = name.rpartition(" ")[2]  # of "a token id in stop_token_ids"
+    return InvalidRequestError(f"{name} is {value!r}; it must be {limit}.", param=param)

@@ -11,7 +11,14 @@ class SchedulerConfigError(ValueError):
 
 
 class RequestRefusedError(ValueError):
-    """A request that can never be served as it stands, however long it waits."""
+    """A request that can never be served as it stands, however long it waits.
+
+    param: the argument of `Request` that is to blame; "prompt" for its tokens.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class SchedulerBusyError(RequestRefusedError):

@@ -14,14 +14,15 @@ def refuse_if_unservable(request: Request, config: SchedulerConfig) -> None:
     if request.status.is_finished:
         raise RequestRefusedError(f"{name} is {request.status.value}: make a new Request to run it again")
     if num_prompt_tokens == 0:
-        raise RequestRefusedError(f"{name}: the prompt is empty; it must have at least one token")
+        raise RequestRefusedError(f"{name}: the prompt is empty; it must have at least one token", param="prompt")
     if max_tokens < 1:
-        raise RequestRefusedError(f"{name}: max_tokens is {max_tokens:,}; it must be at least 1")
+        raise RequestRefusedError(f"{name}: max_tokens is {max_tokens:,}; it must be at least 1", param="max_tokens")
     if num_prompt_tokens >= config.max_model_len:
         raise RequestRefusedError(
             f"{name}: the prompt has {num_prompt_tokens:,} tokens; max_model_len is "
             f"{config.max_model_len:,}, and must hold the prompt and at least one new token. "
-            "Shorten the prompt or raise max_model_len."
+            "Shorten the prompt or raise max_model_len.",
+            param="prompt",
         )
     num_tokens = config.max_total_tokens(num_prompt_tokens, max_tokens)
     num_pages, num_pool_pages = config.num_pages_for(num_tokens), config.num_pages - 1
@@ -30,17 +31,20 @@ def refuse_if_unservable(request: Request, config: SchedulerConfig) -> None:
             f"{name}: {num_prompt_tokens:,} prompt tokens and max_tokens {max_tokens:,}, within "
             f"max_model_len {config.max_model_len:,}, make {num_tokens:,} tokens; they need "
             f"{num_pages:,} pages of {config.page_size:,} tokens{_over_groups(config)}, and the KV cache has "
-            f"{num_pool_pages:,}. Lower max_tokens or give the KV cache more pages."
+            f"{num_pool_pages:,}. Lower max_tokens or give the KV cache more pages.",
+            param="max_tokens",
         )
     if request.priority and config.policy == "fcfs":
         raise RequestRefusedError(
             f"{name}: priority is {request.priority}, and the policy is 'fcfs', which knows none. "
-            "Leave the priority at 0, or set the policy 'priority'."
+            "Leave the priority at 0, or set the policy 'priority'.",
+            param="priority",
         )
     if config.max_queued_tokens is not None and num_prompt_tokens > config.max_queued_tokens:
         raise RequestRefusedError(
             f"{name}: the prompt has {num_prompt_tokens:,} tokens, more than the queue may hold; "
-            f"max_queued_tokens is {config.max_queued_tokens:,}. Shorten the prompt or raise max_queued_tokens."
+            f"max_queued_tokens is {config.max_queued_tokens:,}. Shorten the prompt or raise max_queued_tokens.",
+            param="prompt",
         )
 
 

@@ -91,7 +91,7 @@ class SamplingRow:
             ("seed", 0 <= self.seed < 2**32, f"from 0 to {2**32 - 1:,}"),
         ):
             if not is_allowed:
-                raise RequestRefusedError(f"{name} is {getattr(self, name)}; it must be {allowed}")
+                raise RequestRefusedError(f"{name} is {getattr(self, name)}; it must be {allowed}", param=name)
 
         settings = (self.temperature, self.top_k, self.top_p, self.min_p, self.seed, self.wants_logprobs)
         packed = struct.pack("=fiffIi", *settings)
@@ -154,11 +154,13 @@ class Request:
         self.max_tokens = max_tokens
         if not 0 <= min_tokens <= max(0, max_tokens):
             raise RequestRefusedError(
-                f"request {request_id!r}: min_tokens is {min_tokens:,}; it must be from 0 to max_tokens {max_tokens:,}"
+                f"request {request_id!r}: min_tokens is {min_tokens:,}; it must be from 0 to max_tokens {max_tokens:,}",
+                param="min_tokens",
             )
         if not -_MAX_INT32 <= priority <= _MAX_INT32:
             raise RequestRefusedError(
-                f"request {request_id!r}: priority is {priority:,}; it must be from {-_MAX_INT32:,} to {_MAX_INT32:,}"
+                f"request {request_id!r}: priority is {priority:,}; it must be from {-_MAX_INT32:,} to {_MAX_INT32:,}",
+                param="priority",
             )
         for name, when in (("arrival_time", arrival_time), ("deadline", deadline), ("queue_deadline", queue_deadline)):
             if when is not None and when != when:

@@ -86,7 +86,8 @@ class TenantLedger:
         if num_tokens > limit:
             raise RequestRefusedError(
                 f"{name}: its prompt of {request.num_prompt_tokens:,} tokens and max_tokens {request.max_tokens:,} "
-                f"make up to {num_tokens:,} tokens; max_tokens_per_minute is {limit:,}. Lower max_tokens."
+                f"make up to {num_tokens:,} tokens; max_tokens_per_minute is {limit:,}. Lower max_tokens.",
+                param="max_tokens",
             )
         self._refill(account, limit, now)
         if (missing := num_tokens - account.allowance_tokens) > 0:

@@ -3,7 +3,8 @@
 import logging
 import math
 import reprlib
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from fastapi import FastAPI, Request
@@ -25,7 +26,7 @@ _TYPES = {
     429: "rate_limit_error",
 }
 _ANTHROPIC_TYPES = {
-    408: "invalid_request_error",
+    409: "conflict_error",
     413: "request_too_large",
     503: "overloaded_error",
     504: "timeout_error",
@@ -48,14 +49,22 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
+class AnthropicErrorCode(BaseModel):
+    error_code: str
+
+
 class AnthropicErrorDetail(BaseModel):
     type: str
     message: str
+    details: AnthropicErrorCode | None = None
+    param: str | None = None
+    """The field that is to blame: not Anthropic's, whose clients pass it on."""
 
 
 class AnthropicErrorBody(BaseModel):
     type: Literal["error"]
     error: AnthropicErrorDetail
+    request_id: str
 
 
 class ApiError(HTTPException):
@@ -65,7 +74,9 @@ class ApiError(HTTPException):
     type: of the error as OpenAI calls it; follows from the status.
     param: the field that is to blame.
     code: for programs, as "model_not_found".
-    retry_after_s: when to try again.
+    retry_after_s: when to try again; the official clients do.
+    should_retry: False where that cannot help, and would cost as much again: the official clients then do not, which
+        repeat what failed with 408, 409, 429 or 5xx.
     logged: the message without what the client said; as `message` when left out.
     """
 
@@ -78,12 +89,16 @@ class ApiError(HTTPException):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: float | None = None,
+        should_retry: bool | None = None,
         headers: dict[str, str] | None = None,
         logged: str | None = None,
     ) -> None:
         headers = dict(headers or {})
         if retry_after_s is not None:
             headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
+            should_retry = True
+        if should_retry is not None:
+            headers["x-should-retry"] = "true" if should_retry else "false"
         super().__init__(status, message, headers)
         self.status = status
         self.message = message
@@ -101,10 +116,15 @@ class ApiError(HTTPException):
         """As OpenAI's clients read it, in an answer or in a chunk of a stream."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
-    def anthropic_body(self) -> dict[str, Any]:
+    def anthropic_body(self, request_id: str) -> dict[str, Any]:
         """As Anthropic's clients read it."""
         kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else self.type)
-        return {"type": "error", "error": {"type": kind, "message": self.message}}
+        error: dict[str, Any] = {"type": kind, "message": self.message}
+        if self.code is not None:
+            error["details"] = {"error_code": self.code}
+        if self.param is not None:
+            error["param"] = self.param
+        return {"type": "error", "error": error, "request_id": request_id}
 
     @classmethod
     def of(cls, error: Exception) -> "ApiError":
@@ -115,7 +135,7 @@ class ApiError(HTTPException):
             case HTTPException():  # Starlette's own, for unknown paths and methods, and unreadable bodies
                 return cls(error.status_code, error.detail, headers=dict(error.headers or {}))
             case InvalidRequestError():
-                return cls(400, str(error))
+                return cls(400, str(error), param=error.param)
             case OverloadedError():
                 return cls(429, str(error), code="overloaded", retry_after_s=error.retry_after_s or 1.0)
             case EngineDeadError():
@@ -126,9 +146,20 @@ class ApiError(HTTPException):
                 return cls(500, "the server failed to handle the request; its log says why", code="internal_error")
 
 
+@contextmanager
+def blamed_as(names: Mapping[str, str]) -> Iterator[None]:
+    """Within it, what an error blames is called as the request calls it: `names["prompt"]` may be "messages"."""
+    try:
+        yield
+    except (InvalidRequestError, ApiError) as error:
+        if error.param is not None:
+            error.param = names.get(error.param, error.param)
+        raise
+
+
 def error_response(scope: Scope, error: ApiError) -> JSONResponse:
-    """The answer to the request of this scope, whose path decides on the shape. It is counted, and logged unless that
-    has been done."""
+    """The answer to the request of this scope, in the shape that its client reads. It is counted, and logged unless
+    that has been done."""
     server = scope["app"].state.server
     server.metrics.refused(error.status)
     if not scope.get("jaxllm.is_logged"):
@@ -138,8 +169,15 @@ def error_response(scope: Scope, error: ApiError) -> JSONResponse:
             status=error.status,
             message=error.logged,
         )
-    body = error.anthropic_body() if scope["path"].startswith(_ANTHROPIC_PATH) else error.body()
+    body = error.anthropic_body(scope["request_id"]) if speaks_anthropic(scope) else error.body()
     return JSONResponse(body, error.status, error.headers)
+
+
+def speaks_anthropic(scope: Scope) -> bool:
+    """Whether this request is one of Anthropic's clients, which also ask for /v1/models."""
+    return scope["path"].startswith(_ANTHROPIC_PATH) or any(
+        name == b"anthropic-version" for name, _ in scope["headers"]
+    )
 
 
 def documented_errors(path: str) -> dict[int | str, dict[str, Any]]:
@@ -196,9 +234,12 @@ def _of_validation(errors: Sequence[Any]) -> ApiError:
     where = [part for part in where if not str(part).startswith("=")]  # tags of unions, as "=message"
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}")
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).lstrip(".")
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{_shortened(part)}" for part in where).lstrip(".")
     more = f" ({len(errors) - 1:,} more)" if len(errors) > 1 else ""
     match first["type"]:
+        case "contradiction":
+            param = ".".join(filter(None, (param, _shortened(first["ctx"]["param"]))))
+            message = first["msg"] + more
         case "extra_forbidden":
             message = f"{param} is not supported{more}"
         case "missing" if param:

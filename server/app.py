@@ -146,7 +146,7 @@ def create_app(
             allow_origins=list(config.cors_origins),
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "request-id", "retry-after", "x-should-retry"],
         )
     app.add_middleware(RequestId)
     return app

@@ -86,11 +86,14 @@ class ChatTemplates:
         try:
             variables = _variables(template)
         except jinja2.TemplateError as error:
-            raise InvalidRequestError(f"the chat template is not a Jinja template: {error}") from error
+            raise InvalidRequestError(
+                f"the chat template is not a Jinja template: {error}", param="chat_template"
+            ) from error
         if tools and "tools" not in variables:
             raise InvalidRequestError(
                 "this model's chat template has no place for tools, so that the model would never see them; leave "
-                "tools out, or start the server with --chat-template and a template that reads `tools`"
+                "tools out, or start the server with --chat-template and a template that reads `tools`",
+                param="tools",
             )
         self._check_kwargs(kwargs or {}, variables)
         # OpenAI's newer name for who says how to answer. Few templates know it.
@@ -105,7 +108,9 @@ class ChatTemplates:
                 **(kwargs or {}),
             )
         except Exception as error:  # Templates raise on what they do not accept, each in its own way.
-            raise InvalidRequestError(f"the conversation does not fit the chat template: {error}") from error
+            raise InvalidRequestError(
+                f"the conversation does not fit the chat template: {error}", param="prompt"
+            ) from error
         assert isinstance(text, str)
         return text
 
@@ -121,7 +126,8 @@ class ChatTemplates:
             if not self._allow_request_template:
                 raise InvalidRequestError(
                     "this server accepts no chat template from a request; leave chat_template out, or start the server "
-                    "with --allow-request-chat-template"
+                    "with --allow-request-chat-template",
+                    param="chat_template",
                 )
             return template
         if self._operators is not None:
@@ -129,12 +135,13 @@ class ChatTemplates:
         if not self._tokenizer.chat_template:
             raise InvalidRequestError(
                 "this model has no chat template; use /v1/completions with a prompt in the form that it was trained "
-                "on, or start the server with --chat-template"
+                "on, or start the server with --chat-template",
+                param="prompt",
             )
         try:
             return self._tokenizer.get_chat_template(tools=list(tools) if tools else None)
         except ValueError as error:  # several, none of which is the default
-            raise InvalidRequestError(str(error)) from error
+            raise InvalidRequestError(str(error), param="prompt") from error
 
     def _check_kwargs(self, kwargs: Mapping[str, Any], variables: frozenset[str]) -> None:
         may_be_set = variables - _GIVEN - self._taken
@@ -142,7 +149,8 @@ class ChatTemplates:
             if name not in may_be_set:
                 known = ", ".join(sorted(may_be_set)) or "none"
                 raise InvalidRequestError(
-                    f"chat_template_kwargs has {name!r}, which the chat template does not read; those it reads: {known}"
+                    f"the chat template reads no variable {name!r}; those that a request may set: {known}",
+                    param=f"chat_template_kwargs.{name}",
                 )
 
 

@@ -72,7 +72,9 @@ class Drain:
 
     def _set(self, phase: Phase) -> None:
         if self.board.phase >= Phase.SHUTTING_DOWN:
-            raise ApiError(409, "the server is shutting down, which cannot be taken back", code="shutting_down")
+            raise ApiError(
+                409, "the server is shutting down, which cannot be taken back", code="shutting_down", should_retry=False
+            )
         self.board.phase = phase
 
     def _count(self, change: int) -> None:

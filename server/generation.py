@@ -238,7 +238,7 @@ class Generation:
             "tokens made; ask for fewer tokens (max_tokens) or more time (X-Timeout-S, up to the server's "
             "--request-timeout-s)"
         )
-        return ApiError(408, message, code="timeout")
+        return ApiError(408, message, code="timeout", should_retry=False)
 
     def _early_end(self) -> ApiError:
         """Why the stream has ended before the choices have."""
@@ -311,12 +311,13 @@ def _with_limit(
 def _check_prompt(server: "Server", prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
     info, num_tokens = server.llm.info, len(prompt_token_ids)
     if not num_tokens:
-        raise ApiError(400, "the prompt is empty; it must have at least one token")
+        raise ApiError(400, "the prompt is empty; it must have at least one token", param="prompt")
     limit = server.config.max_prompt_tokens
     if limit is not None and num_tokens > limit:
         raise ApiError(
             400,
             f"the prompt has {num_tokens:,} tokens; this server takes {limit:,} at most (--max-prompt-tokens)",
+            param="prompt",
             code="context_length_exceeded",
         )
     max_tokens = params.max_tokens
@@ -326,6 +327,7 @@ def _check_prompt(server: "Server", prompt_token_ids: Sequence[int], params: Sam
             400,
             f"the prompt has {num_tokens:,} tokens and {asked}; the context holds {info.max_model_len:,} in all "
             "(max_model_len). Shorten the prompt or lower max_tokens.",
+            param="max_tokens" if max_tokens and num_tokens < info.max_model_len else "prompt",
             code="context_length_exceeded",
         )
 

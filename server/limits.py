@@ -6,7 +6,7 @@ import secrets
 from collections import deque
 from collections.abc import Awaitable
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -19,7 +19,8 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 class RequestId:
     """Gives each request an id: that of its X-Request-Id header, or a new one. It is in `scope["request_id"]` and in
-    the answer's header. An id that is too long, or not printable ASCII, is refused."""
+    the answer's headers: X-Request-Id, which is OpenAI's, and Request-Id, which is Anthropic's. An id that is too long,
+    or not printable ASCII, is refused."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -31,13 +32,16 @@ class RequestId:
         is_good = given is not None and _REQUEST_ID.fullmatch(given) is not None
         request_id = scope["request_id"] = str(given) if is_good else secrets.token_hex(16)
 
+        header = [(name, request_id.encode()) for name in (b"x-request-id", b"request-id")]
+
         def send_with_id(message: Message) -> Awaitable[None]:  # plain, for it is called for each event of a stream
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                message["headers"] = [*message.get("headers", ()), *header]
             return send(message)
 
         if given is not None and not is_good:
-            error = ApiError(400, "X-Request-Id must have 1 to 128 characters of printable ASCII without spaces")
+            message = "X-Request-Id must have 1 to 128 characters of printable ASCII without spaces"
+            error = ApiError(400, message, param="X-Request-Id")
             return await error_response(scope, error)(scope, receive, send_with_id)
         await self._app(scope, receive, send_with_id)
 

@@ -23,7 +23,9 @@ class MessageBuilder:
     message: so far; without the text of the block that is being written.
     """
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, request_id: str) -> None:
+        """request_id: that of the HTTP request, for an error."""
+        self._request_id = request_id
         self.message: dict[str, Any] = {
             "id": f"msg_{secrets.token_hex(12)}",
             "type": "message",
@@ -70,10 +72,9 @@ class MessageBuilder:
         self.message |= {**ending, "usage": usage}
         return events + _event("message_delta", delta=ending, usage=usage) + _event("message_stop")
 
-    @staticmethod
-    def fail(error: ApiError) -> bytes:
+    def fail(self, error: ApiError) -> bytes:
         """The reply has failed."""
-        return b"event: error\ndata: " + encode_json(error.anthropic_body()) + b"\n\n"
+        return b"event: error\ndata: " + encode_json(error.anthropic_body(self._request_id)) + b"\n\n"
 
     def _part(self, part: ReplyPart) -> Iterator[bytes]:
         match part:

@@ -51,14 +51,16 @@ class PromptEncoder:
         if len(text) > self._max_characters:
             raise InvalidRequestError(
                 f"{name} has {len(text):,} characters; no more than {self._max_characters:,} can fit the context of "
-                f"{self._max_model_len:,} tokens (max_model_len). Shorten it."
+                f"{self._max_model_len:,} tokens (max_model_len). Shorten it.",
+                param="prompt",
             )
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequestError(
                 f"{name} has {text[error.start]!r} at index {error.start:,}, which is half of a character; "
-                "it must be valid Unicode"
+                "it must be valid Unicode",
+                param="prompt",
             ) from error
         if len(text) <= _MAX_INLINE_CHARACTERS:
             return encode()

@@ -30,7 +30,7 @@ from jaxllm.engine.engine_info import EngineInfo
 from jaxllm.engine.engine_process import error_path
 from jaxllm.engine.engine_stats import EngineStats
 from jaxllm.engine.frame_socket import FrameSocket
-from jaxllm.errors import EngineDeadError, JaxLLMError, OverloadedError
+from jaxllm.errors import EngineDeadError, InvalidRequestError, JaxLLMError, OverloadedError
 
 State = Literal["starting", "ready", "restarting", "stopped"]
 
@@ -85,7 +85,7 @@ class CoreClient:
         try:
             frame = encode(Submit(handles, seeds, request))
         except (OverflowError, TypeError, UnicodeEncodeError) as error:
-            raise jaxllm.errors.InvalidRequestError(f"the request cannot be sent to the engine: {error}") from error
+            raise InvalidRequestError(f"the request cannot be sent to the engine: {error}") from error
         taken = self._submits[handles[0]] = self._loop.create_future()
         self._send_frame(frame)
         try:
@@ -227,7 +227,7 @@ class CoreClient:
             case Taken():
                 _resolve(self._submits, message.handle, None)
             case Refused():
-                error = _error(message.error, message.message, message.retry_after_s)
+                error = _error(message.error, message.message, message.retry_after_s, message.param)
                 _resolve(self._submits, message.handle, error)
             case Answer():
                 if message.error is None:
@@ -252,7 +252,9 @@ def _resolve(futures: dict[int, asyncio.Future[Any]], number: int, value: Any) -
         future.set_result(value)
 
 
-def _error(name: str, message: str, retry_after_s: float | None = None) -> JaxLLMError:
+def _error(name: str, message: str, retry_after_s: float | None = None, param: str | None = None) -> JaxLLMError:
     """The error of this name in `jaxllm.errors`."""
     kind: type[JaxLLMError] = getattr(jaxllm.errors, name)
-    return OverloadedError(message, retry_after_s) if kind is OverloadedError else kind(message)
+    if kind is OverloadedError:
+        return OverloadedError(message, retry_after_s)
+    return InvalidRequestError(message, param=param) if kind is InvalidRequestError else kind(message)

@@ -93,6 +93,7 @@ class Refused(Message):
     error: str
     message: str
     retry_after_s: float | None = None
+    param: str | None = None
 
 
 class Tokens(Message):

@@ -345,4 +345,4 @@ def _refusal(handle: int, error: Exception) -> Refused:
         return Refused(handle, "OverloadedError", str(error), error.retry_after_s)
     if not isinstance(error, InvalidRequestError):
         logger.error("a request could not be added", exc_info=error)
-    return Refused(handle, *described(error))
+    return Refused(handle, *described(error), param=getattr(error, "param", None))

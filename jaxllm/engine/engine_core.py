@@ -135,7 +135,7 @@ class EngineCore:
         except SchedulerBusyError as error:
             raise OverloadedError(str(error), error.retry_after_s) from error
         except RequestRefusedError as error:
-            raise InvalidRequestError(str(error)) from error
+            raise InvalidRequestError(str(error), param=error.param) from error
         self._reports.add(queued, streams=request.streams, num_logprobs=request.num_logprobs)
 
     def end_request(self, request_id: str, reason: Literal["abort", "stop"]) -> CoreOutput | None:

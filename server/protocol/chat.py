@@ -16,6 +16,7 @@ from jaxllm.server.protocol.sampling import (
     SamplingFields,
     StreamOptions,
     Text,
+    contradiction,
 )
 from jaxllm.server.protocol.text_content import TextContent
 from jaxllm.server.protocol.usage import Usage
@@ -57,11 +58,11 @@ class Message(RequestModel):
             ("tool_call_id", is_tool),
         ):
             if getattr(self, name) is not None and not has_place:
-                raise ValueError(f"a message of the role {self.role} has no {name}")
+                raise contradiction(name, f"a message of the role {self.role} has no {name}")
         if is_tool and self.tool_call_id is None:
-            raise ValueError("a message of the role tool needs tool_call_id")
+            raise contradiction("tool_call_id", "a message of the role tool needs tool_call_id")
         if self.content is None and not (is_assistant and (self.tool_calls or self.reasoning_content is not None)):
-            raise ValueError("content is missing")
+            raise contradiction("content", "content is missing")
         return self
 
     def for_template(self) -> dict[str, Any]:
@@ -120,8 +121,12 @@ class ChatRequest(SamplingFields):
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
     stream_options: StreamOptions | None = None
     tools: Items[Tool] | None = None
-    tool_choice: Annotated[Any, Only("none", "auto", hint="a call cannot be forced yet")] = None
-    parallel_tool_calls: Annotated[bool | None, Field(description="false: the answer ends with its first call.")] = None
+    tool_choice: Annotated[
+        Any, Only("none", "auto", hint="a call cannot be forced yet"), Field(description="auto needs tools.")
+    ] = None
+    parallel_tool_calls: Annotated[
+        bool | None, Field(description="Needs tools. false: the answer ends with its first call.")
+    ] = None
     reasoning_effort: Annotated[
         Text | None, Field(description="A variable of the chat template; refused if it has none of this name.")
     ] = None
@@ -152,15 +157,31 @@ class ChatRequest(SamplingFields):
     @model_validator(mode="after")
     def _check_fields(self) -> "ChatRequest":
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs to be true")
+            raise contradiction("top_logprobs", "top_logprobs needs logprobs to be true")
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options needs stream to be true")
+            raise contradiction("stream_options", "stream_options needs stream to be true")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise ValueError(
+            raise contradiction(
+                "max_tokens",
                 f"max_tokens is {self.max_tokens:,} and max_completion_tokens {self.max_completion_tokens:,}, which "
-                "is its newer name; leave one out"
+                "is its newer name; leave one out",
             )
+        if not self.tools:
+            if self.tool_choice not in (None, "none"):
+                raise contradiction("tool_choice", "tool_choice needs tools, of which one could be called")
+            if self.parallel_tool_calls is not None:
+                raise contradiction("parallel_tool_calls", "parallel_tool_calls needs tools, which could be called")
         return self
+
+    @property
+    def param_names(self) -> dict[str, str]:
+        """What this body calls what an error blames, where that is not its name in `SamplingParams`."""
+        names = {"prompt": "messages"}
+        if self.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        if self.reasoning_effort is not None:
+            names["chat_template_kwargs.reasoning_effort"] = "reasoning_effort"
+        return names
 
     @property
     def may_call_tools(self) -> bool:

@@ -13,6 +13,7 @@ from jaxllm.server.protocol.sampling import (
     SamplingFields,
     StreamOptions,
     check_unicode,
+    contradiction,
 )
 from jaxllm.server.protocol.usage import Usage
 
@@ -82,16 +83,19 @@ class CompletionRequest(SamplingFields):
     @model_validator(mode="after")
     def _check_fields(self) -> "CompletionRequest":
         if self.echo and self.logprobs is not None:
-            raise ValueError("echo and logprobs cannot go together: the prompt's log-probabilities are not computed")
+            message = "echo and logprobs cannot go together: the prompt's log-probabilities are not computed"
+            raise contradiction("logprobs", message)
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options needs stream to be true")
+            raise contradiction("stream_options", "stream_options needs stream to be true")
         if (num_choices := len(self.prompt) * (self.n or 1)) > MAX_PROMPTS:
-            raise ValueError(
+            raise contradiction(
+                "n",
                 f"{len(self.prompt):,} prompts with n = {self.n} make {num_choices:,} choices; a request may have "
-                f"{MAX_PROMPTS:,}. Send several requests."
+                f"{MAX_PROMPTS:,}. Send several requests.",
             )
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise ValueError(f"best_of is {self.best_of}; only the value of n is possible, for no choice is dropped")
+            message = f"best_of is {self.best_of}; only the value of n is possible, for no choice is dropped"
+            raise contradiction("best_of", message)
         return self
 
     def to_sampling_params(self) -> SamplingParams:

@@ -6,7 +6,15 @@ from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 from jaxllm import SamplingParams
 from jaxllm.server.conversation import Conversation
-from jaxllm.server.protocol.sampling import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, Items, Only, RequestModel, Text
+from jaxllm.server.protocol.sampling import (
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_STRINGS,
+    Items,
+    Only,
+    RequestModel,
+    Text,
+    contradiction,
+)
 from jaxllm.server.protocol.text_content import TextContent
 
 Texts = Annotated[str, TextContent("text", ignored=("cache_control",))]
@@ -77,7 +85,8 @@ class Message(RequestModel):
     def _check_blocks(self) -> "Message":
         for number, block in enumerate(self.content if isinstance(self.content, list) else ()):
             if not isinstance(block, _BLOCKS_OF_ROLES[self.role]):
-                raise ValueError(f"content[{number}] is a {block.type} block, which the role {self.role} cannot have")
+                message = f"content[{number}] is a {block.type} block, which the role {self.role} cannot have"
+                raise contradiction(f"content[{number}]", message)
         return self
 
     def add_to(self, conversation: Conversation) -> None:
@@ -169,10 +178,21 @@ class CountTokensRequest(RequestModel):
     workspace_id: Annotated[Any, Only()] = None
 
     @model_validator(mode="after")
-    def _check_last(self) -> "CountTokensRequest":
+    def _check_fields(self) -> "CountTokensRequest":
         if self.messages[-1].role == "assistant":
-            raise ValueError("the last message is the assistant's; answers cannot be begun for the model yet")
+            message = "the last message is the assistant's; answers cannot be begun for the model yet"
+            raise contradiction(f"messages[{len(self.messages) - 1}]", message)
+        if not self.tools and self.tool_choice is not None and self.tool_choice.type != "none":
+            raise contradiction("tool_choice", "tool_choice needs tools, of which one could be called")
         return self
+
+    @property
+    def param_names(self) -> dict[str, str]:
+        """What this body calls what an error blames, where that is not its name in `SamplingParams`."""
+        names = {"prompt": "messages", "stop": "stop_sequences"}
+        if self.output_config is not None and self.output_config.effort is not None:
+            names["chat_template_kwargs.reasoning_effort"] = "output_config.effort"
+        return names
 
     @property
     def may_call_tools(self) -> bool:

@@ -6,7 +6,16 @@ from pydantic import AfterValidator, BaseModel, Discriminator, Field, Tag, model
 
 from jaxllm import SamplingParams
 from jaxllm.server.conversation import Conversation, parsed_arguments
-from jaxllm.server.protocol.sampling import Items, Metadata, Only, RequestModel, SamplingFields, StreamOptions, Text
+from jaxllm.server.protocol.sampling import (
+    Items,
+    Metadata,
+    Only,
+    RequestModel,
+    SamplingFields,
+    StreamOptions,
+    Text,
+    contradiction,
+)
 from jaxllm.server.protocol.text_content import TextContent
 from jaxllm.server.streaming import encode_json
 
@@ -161,8 +170,15 @@ class ResponseRequest(SamplingFields):
         Field(ge=1, le=2**31 - 1, description="The default fills the context, if the operator sets no other."),
     ] = None
     tools: Items[FunctionTool] | None = None
-    tool_choice: Annotated[Any, Only("none", "auto", hint="a call cannot be forced yet")] = None
-    parallel_tool_calls: Annotated[bool | None, Field(description="false: the answer ends with its first call.")] = None
+    tool_choice: Annotated[
+        Any,
+        Only("none", "auto", hint="a call cannot be forced yet"),
+        Field(description="Without tools it only comes back with the response."),
+    ] = None
+    parallel_tool_calls: Annotated[
+        bool | None,
+        Field(description="false: the answer ends with its first call. Without tools it comes back with the response."),
+    ] = None
     reasoning: Reasoning | None = None
     text: TextFormat | None = None
     stream_options: StreamOptions | None = None
@@ -194,14 +210,24 @@ class ResponseRequest(SamplingFields):
     @model_validator(mode="after")
     def _check_fields(self) -> "ResponseRequest":
         if self.background and self.stream:
-            raise ValueError("background is true and stream is true; a response is one or the other")
+            raise contradiction("background", "background is true and stream is true; a response is one or the other")
         if self.background and self.store is False:
-            raise ValueError("background is true and store is false; a response that is not kept cannot be asked for")
+            message = "background is true and store is false; a response that is not kept cannot be asked for"
+            raise contradiction("store", message)
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options needs stream to be true")
+            raise contradiction("stream_options", "stream_options needs stream to be true")
         if self.stream_options is not None and self.stream_options.include_usage is not None:
-            raise ValueError("stream_options has include_usage; the last event of a response always has the usage")
+            message = "stream_options has include_usage; the last event of a response always has the usage"
+            raise contradiction("stream_options.include_usage", message)
         return self
+
+    @property
+    def param_names(self) -> dict[str, str]:
+        """What this body calls what an error blames, where that is not its name in `SamplingParams`."""
+        names = {"prompt": "input", "max_tokens": "max_output_tokens"}
+        if self.reasoning is not None and self.reasoning.effort is not None:
+            names["chat_template_kwargs.reasoning_effort"] = "reasoning.effort"
+        return names
 
     @property
     def may_call_tools(self) -> bool:

@@ -104,6 +104,11 @@ class Only:
         raise PydanticCustomError("unsupported_value", "only {shown} is possible; {hint}", context)
 
 
+def contradiction(param: str, message: str) -> PydanticCustomError:
+    """What a validator of a whole model raises: `param` is the field of it that is to blame."""
+    return PydanticCustomError("contradiction", "{message}", {"message": message, "param": param})
+
+
 class RequestModel(BaseModel):
     """A body, or a part of one. Fields that are not declared are refused; numbers in quotes are not numbers."""
 
@@ -113,7 +118,8 @@ class RequestModel(BaseModel):
     @classmethod
     def _check_number_of_fields(cls, value: Any) -> Any:
         if isinstance(value, dict) and len(value) > _MAX_FIELDS:  # Each unknown one would be an error to be made.
-            raise ValueError(f"there are {len(value):,} fields, most of which are not supported")
+            unknown = next(str(name) for name in value if name not in cls.model_fields)
+            raise contradiction(unknown, f"there are {len(value):,} fields, most of which are not supported")
         return value
 
 

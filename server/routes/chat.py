@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
+from jaxllm.server.api_errors import blamed_as
 from jaxllm.server.call import CALL_HEADERS, Call, read_call
 from jaxllm.server.chat_answer import ChatAnswer
 from jaxllm.server.event_stream import EVENT_STREAM, EventStream
@@ -30,7 +31,8 @@ async def create_chat_completion(
     """Answers a conversation."""
     server: Server = request.app.state.server
     server.check_model(body.model)
-    answer = await ChatAnswer.start(server, request, call.with_priority(body.priority), body)
+    with blamed_as(body.param_names):
+        answer = await ChatAnswer.start(server, request, call.with_priority(body.priority), body)
     if body.stream:
         return await EventStream.start(answer.generation, answer, keep_alive_s=server.config.stream_keep_alive_s)
     return json_response(await answer.whole())

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from jaxllm import OutputDelta
-from jaxllm.server.api_errors import ApiError
+from jaxllm.server.api_errors import ApiError, blamed_as
 from jaxllm.server.call import CALL_HEADERS, Call, read_call
 from jaxllm.server.deltas import deltas
 from jaxllm.server.event_stream import EVENT_STREAM, EventStream
@@ -29,19 +29,20 @@ async def create_message(
     """Answers a conversation, in the form of Anthropic's API."""
     server: Server = request.app.state.server
     server.check_model(body.model)
-    (reply,) = await start_replies(
-        server,
-        request,
-        call.with_priority(body.priority),
-        _messages(body),
-        body.to_sampling_params(),
-        tools=body.tools_for_template(),
-        template_kwargs=_template_kwargs(server, body),
-        parallel_tool_calls=body.parallel_tool_calls,
-        cache_salt=body.cache_salt or "",
-        is_streamed=bool(body.stream),
-    )
-    answer = _Answer(body.model, reply)
+    with blamed_as(body.param_names):
+        (reply,) = await start_replies(
+            server,
+            request,
+            call.with_priority(body.priority),
+            _messages(body),
+            body.to_sampling_params(),
+            tools=body.tools_for_template(),
+            template_kwargs=_template_kwargs(server, body),
+            parallel_tool_calls=body.parallel_tool_calls,
+            cache_salt=body.cache_salt or "",
+            is_streamed=bool(body.stream),
+        )
+    answer = _Answer(body.model, reply, call.request_id)
     if body.stream:
         return await EventStream.start(reply.generation, answer, keep_alive_s=server.config.stream_keep_alive_s)
     return Response(encode_json(await answer.whole()), media_type="application/json")
@@ -55,17 +56,18 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> TokensCoun
     tools = body.tools_for_template()
     check_tools(server, tools)
     kwargs = _template_kwargs(server, body)
-    _, token_ids = await server.templates.render(_messages(body), tools=tools or None, kwargs=kwargs)
+    with blamed_as(body.param_names):
+        _, token_ids = await server.templates.render(_messages(body), tools=tools or None, kwargs=kwargs)
     return TokensCount(input_tokens=len(token_ids))
 
 
 class _Answer:
     """One message under way: `whole`, or the writer of its stream (`EventWriter`)."""
 
-    def __init__(self, model: str, reply: Reply) -> None:
+    def __init__(self, model: str, reply: Reply, request_id: str) -> None:
         self._reply = reply
         self._generation = reply.generation
-        self._builder = MessageBuilder(model)
+        self._builder = MessageBuilder(model, request_id)
 
     async def whole(self) -> dict[str, Any]:
         """Waits for the end. Raises what `Generation.take` does."""

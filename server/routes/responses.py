@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
 from jaxllm import OutputDelta, SamplingParams
-from jaxllm.server.api_errors import ApiError, shown
+from jaxllm.server.api_errors import ApiError, blamed_as, shown
 from jaxllm.server.call import CALL_HEADERS, Call, read_call
 from jaxllm.server.conversation import Conversation
 from jaxllm.server.deltas import deltas
@@ -42,7 +42,8 @@ async def create_response(
     server.check_model(body.model)
     if body.background:
         request = Request(request.scope, _never)  # The client leaves, and the answer is made nevertheless.
-    answer = await _Answer.start(server, request, call.with_priority(body.priority), body)
+    with blamed_as(body.param_names):
+        answer = await _Answer.start(server, request, call.with_priority(body.priority), body)
     if body.stream:
         return await EventStream.start(answer.generation, answer, keep_alive_s=server.config.stream_keep_alive_s)
     if body.background:
@@ -73,7 +74,7 @@ async def delete_response(
     """Forgets a response. Those that went on from it stay as they are."""
     server: Server = request.app.state.server
     if _find(server, caller, response_id).response["status"] == "in_progress":
-        raise ApiError(400, f"response {response_id!r} is still being made; cancel it first")
+        raise ApiError(400, f"response {response_id!r} is still being made; cancel it first", param="response_id")
     server.responses.delete(caller.tenant, response_id)
     return DeletedResponse(id=response_id, object="response.deleted", deleted=True)
 
@@ -90,6 +91,7 @@ async def cancel_response(
             400,
             f"response {response_id!r} was not made in the background (background: true), and only such can be "
             "cancelled; to end another, close its connection",
+            param="response_id",
         )
     deadline = time.monotonic() + _CANCEL_TIMEOUT_S
     while response["status"] == "in_progress" and time.monotonic() < deadline:
@@ -176,7 +178,8 @@ class _Answer:
         """The answer now; the response itself can be had from the store. Raises ApiError if that is full."""
         if not self._store():
             self.generation.close()
-            raise ApiError(500, "the response could not be kept to be asked for later; the server's log says why")
+            message = "the response could not be kept to be asked for later; the server's log says why"
+            raise ApiError(500, message, should_retry=False)
         task = asyncio.create_task(self._complete())
         _in_background.add(task)
         task.add_done_callback(_in_background.discard)

@@ -5,9 +5,9 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, Field, model_validator
 
-from jaxllm.server.api_errors import ApiError
+from jaxllm.server.api_errors import ApiError, blamed_as
 from jaxllm.server.keys import authenticate
-from jaxllm.server.protocol.sampling import Items, RequestModel
+from jaxllm.server.protocol.sampling import Items, RequestModel, contradiction
 
 router = APIRouter(tags=["tokens"], dependencies=[Depends(authenticate)])
 
@@ -29,12 +29,15 @@ class TokenizeRequest(RequestModel):
     @model_validator(mode="after")
     def _has_one_input(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give prompt or messages, and not both")
+            raise contradiction(
+                "prompt" if self.messages is None else "messages", "give prompt or messages, and not both"
+            )
         for name in ("tools", "chat_template_kwargs"):
             if self.messages is None and getattr(self, name) is not None:
-                raise ValueError(f"{name} needs messages, for the chat template to render")
+                raise contradiction(name, f"{name} needs messages, for the chat template to render")
         if self.messages is not None and self.add_special_tokens is not None:
-            raise ValueError("add_special_tokens is for prompt; with messages the chat template decides")
+            message = "add_special_tokens is for prompt; with messages the chat template decides"
+            raise contradiction("add_special_tokens", message)
         return self
 
 
@@ -61,13 +64,14 @@ async def tokenize(request: Request, body: TokenizeRequest) -> TokenizeResponse:
     if body.model is not None:
         server.check_model(body.model)
     if body.messages is not None:
-        _, token_ids = await server.templates.render(
-            body.messages,
-            tools=body.tools,
-            template=None,
-            kwargs=body.chat_template_kwargs or {},
-            add_generation_prompt=body.add_generation_prompt,
-        )
+        with blamed_as({"prompt": "messages"}):
+            _, token_ids = await server.templates.render(
+                body.messages,
+                tools=body.tools,
+                template=None,
+                kwargs=body.chat_template_kwargs or {},
+                add_generation_prompt=body.add_generation_prompt,
+            )
     else:
         add_special_tokens = body.add_special_tokens is not False
         token_ids = await server.encoder.encode(body.prompt, name="prompt", add_special_tokens=add_special_tokens)

@@ -128,7 +128,7 @@ class StubEngine:
         except SchedulerBusyError as error:
             raise OverloadedError(str(error), error.retry_after_s) from None
         except RequestRefusedError as error:
-            raise InvalidRequestError(str(error)) from None
+            raise InvalidRequestError(str(error), param=error.param) from None
         self._requests[request.request_id] = request
         self._answers[request.request_id] = _answer(prompt)
 

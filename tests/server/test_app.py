@@ -106,9 +106,9 @@ def test_a_long_text_is_tokenized_and_one_that_no_context_could_hold_is_not(clie
 @pytest.mark.parametrize(
     ("path", "body", "param", "message"),
     [
-        ("/tokenize", {}, None, "give prompt or messages, and not both"),
-        ("/tokenize", {"prompt": "a", "messages": []}, None, "give prompt or messages, and not both"),
-        ("/tokenize", {"prompt": "a", "tools": []}, None, "tools needs messages"),
+        ("/tokenize", {}, "prompt", "give prompt or messages, and not both"),
+        ("/tokenize", {"prompt": "a", "messages": []}, "messages", "give prompt or messages, and not both"),
+        ("/tokenize", {"prompt": "a", "tools": []}, "tools", "tools needs messages"),
         ("/tokenize", {"prompt": 3}, "prompt", "prompt is 3: Input should be a valid string"),
         ("/tokenize", {"promt": "a"}, "promt", "promt is not supported"),
         ("/detokenize", {"tokens": [1, 256]}, "tokens[1]", "tokens[1] is 256; the vocabulary has 256 tokens"),
@@ -190,7 +190,9 @@ def test_errors_under_messages_have_anthropics_shape(client):
     message = "there is no GET /v1/messages/nothing here"
     answer = client.get("/v1/messages/nothing")
     assert answer.status_code == 404
-    assert answer.json() == {"type": "error", "error": {"type": "not_found_error", "message": message}}
+    request_id = answer.headers["request-id"]
+    error = {"type": "not_found_error", "message": message}
+    assert answer.json() == {"type": "error", "error": error, "request_id": request_id}
     answer = client.post("/v1/messages", content=b"{", headers={"content-type": "application/json"})
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
@@ -199,6 +201,7 @@ def test_errors_under_messages_have_anthropics_shape(client):
 def test_each_answer_has_a_request_id(client):
     first, second = client.get("/health"), client.get("/v1/nothing")
     assert len({first.headers["x-request-id"], second.headers["x-request-id"]}) == 2
+    assert first.headers["request-id"] == first.headers["x-request-id"]
     assert client.get("/health", headers={"X-Request-Id": "mine-1"}).headers["x-request-id"] == "mine-1"
 
 

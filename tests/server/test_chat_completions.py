@@ -235,7 +235,7 @@ def test_values_that_ask_for_nothing_are_taken(stub_server):
     neutral = {
         "frequency_penalty": 0, "logit_bias": None, "response_format": {"type": "text"}, "tool_choice": "none",
         "modalities": ["text"], "store": False, "service_tier": "auto", "verbosity": "medium", "n": 1, "tools": None,
-        "parallel_tool_calls": True, "user": "me", "metadata": {"a": "b"}, "prompt_cache_key": "k",
+        "user": "me", "metadata": {"a": "b"}, "prompt_cache_key": "k",
         "safety_identifier": "me", "logprobs": False, "stream_options": None, "reasoning_effort": None,
     }  # fmt: skip
     assert answer(stub_server, say("a"), **neutral)["choices"][0]["message"]["content"] == "a"

@@ -270,7 +270,11 @@ def test_errors_have_anthropics_shape(client):
     assert missing.value.body["error"] == {
         "type": "not_found_error",
         "message": "there is no model 'claude'; this server has 'stub'",
+        "details": {"error_code": "model_not_found"},
+        "param": "model",
     }
+    assert missing.value.request_id == missing.value.body["request_id"]
+    assert missing.value.error_code == "model_not_found"
     with pytest.raises(anthropic.BadRequestError, match="the context holds 2,048"):
         client.messages.create(model="stub", max_tokens=3000, messages=said("x"))
     answer = httpx.post(f"{client.base_url}/v1/messages", content=b"{", headers={"content-type": "application/json"})
@@ -287,6 +291,7 @@ def test_a_failure_in_a_stream_is_an_error_event(client):
         assert next(iter(stream)).type == "message_start"
         with pytest.raises(anthropic.APIStatusError, match="a defect in step") as caught:
             list(stream)
+    assert caught.value.body["request_id"] == caught.value.request_id
     assert caught.value.body["error"]["type"] == "api_error"
 
 
