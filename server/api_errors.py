@@ -228,8 +228,9 @@ class UnexpectedErrors:
 
 
 def _of_validation(errors: Sequence[Any]) -> ApiError:
-    """Names the first field that does not fit."""
-    first = errors[0]
+    """Names the first field that does not fit, but for one whose error has a code, by which a program may go on."""
+    first = next((error for error in errors if "code" in error.get("ctx", {})), errors[0])
+    code = first.get("ctx", {}).get("code")
     where = [part for part in first["loc"] if part not in ("body", "query", "path", "header")]
     where = [part for part in where if not str(part).startswith("=")]  # tags of unions, as "=message"
     if first["type"] == "json_invalid":
@@ -253,7 +254,7 @@ def _of_validation(errors: Sequence[Any]) -> ApiError:
             if param:
                 logged = f"{param}: {message}"  # Values are what somebody said.
                 message = f"{param} is {shown(first.get('input'))}: {message}"
-                return ApiError(400, message, param=param, logged=logged)
+                return ApiError(400, message, param=param, code=code, logged=logged)
     return ApiError(400, message, param=param or None)
 
 

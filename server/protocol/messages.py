@@ -1,5 +1,6 @@
 """Bodies and answers of /v1/messages, as Anthropic's clients speak."""
 
+from itertools import groupby
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
@@ -29,6 +30,7 @@ class TextBlock(_Block):
     type: Literal["text"]
     text: Text
     citations: Annotated[Any, Only([])] = None
+    parsed_output: Annotated[Any, Field(description="What a client has read in the text; changes nothing.")] = None
 
 
 class ThinkingBlock(_Block):
@@ -80,6 +82,7 @@ _BLOCKS_OF_ROLES: dict[str, tuple[type[_Block], ...]] = {
 class Message(RequestModel):
     role: Literal["user", "assistant", "system"]
     content: Content
+    output_config: Annotated[Any, Only({}, hint="it is for the whole request")] = None
 
     @model_validator(mode="after")
     def _check_blocks(self) -> "Message":
@@ -89,31 +92,41 @@ class Message(RequestModel):
                 raise contradiction(f"content[{number}]", message)
         return self
 
-    def add_to(self, conversation: Conversation) -> None:
+    @property
+    def blocks(self) -> list[Block]:
+        return [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
+
+
+class _Turn:
+    """What one role says, in one message or several in a row: their blocks, one after the other."""
+
+    def __init__(self, conversation: Conversation, role: str) -> None:
+        self._conversation = conversation
+        self._role = role
+        self._texts: list[str] = []
+
+    def add(self, block: Block) -> None:
         """Raises ValueError for the result of a call that is not there."""
-        texts: list[str] = []
+        if isinstance(block, TextBlock):
+            self._texts.append(block.text)
+            return
+        self.end_text()
+        match block:
+            case ThinkingBlock():
+                self._conversation.think(block.thinking)
+            case ToolUseBlock():
+                self._conversation.call(block.id, block.name, block.input)
+            case ToolResultBlock():
+                text = ("Error: " if block.is_error else "") + block.content
+                self._conversation.result(block.tool_use_id, text)
 
-        def say_texts() -> None:
-            if texts and self.role == "assistant":
-                conversation.answer("\n".join(texts))
-            elif texts:
-                conversation.say(self.role, "\n".join(texts))
-            texts.clear()
-
-        blocks = [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
-        for block in blocks:
-            if isinstance(block, TextBlock):
-                texts.append(block.text)
-                continue
-            say_texts()
-            match block:
-                case ThinkingBlock():
-                    conversation.think(block.thinking)
-                case ToolUseBlock():
-                    conversation.call(block.id, block.name, block.input)
-                case ToolResultBlock():
-                    conversation.result(block.tool_use_id, ("Error: " if block.is_error else "") + block.content)
-        say_texts()
+    def end_text(self) -> None:
+        """Texts in a row are one, with a newline between them."""
+        if self._texts and self._role == "assistant":
+            self._conversation.answer("\n".join(self._texts))
+        elif self._texts:
+            self._conversation.say(self._role, "\n".join(self._texts))
+        self._texts.clear()
 
 
 class Tool(RequestModel):
@@ -147,6 +160,7 @@ class Thinking(RequestModel):
     type: Annotated[Literal["adaptive", "disabled"], Field(description="Thinking cannot be kept to a budget.")]
     display: Annotated[Any, Only("summarized", hint="thinking is given in full")] = None
     budget_tokens: Annotated[Any, Only(hint="thinking cannot be kept to a budget")] = None
+    block_binding: Annotated[Any, Only({}, hint="thinking is not signed")] = None
 
 
 class OutputConfig(RequestModel):
@@ -154,6 +168,7 @@ class OutputConfig(RequestModel):
         Text | None, Field(description="`reasoning_effort` of the chat template; refused if it has none of this name.")
     ] = None
     format: Annotated[Any, Only(hint="forced formats are not supported yet")] = None
+    task_budget: Annotated[Any, Only(hint="see max_tokens")] = None
 
 
 class Metadata(RequestModel):
@@ -173,9 +188,13 @@ class CountTokensRequest(RequestModel):
     chat_template_kwargs: Annotated[dict[str, Any] | None, Field(description="Variables of the chat template.")] = None
     cache_control: CacheControl = None
 
-    speed: Annotated[Any, Only("standard")] = None
-    user_profile_id: Annotated[Any, Only()] = None
-    workspace_id: Annotated[Any, Only()] = None
+    speed: Annotated[Any, Only("standard", hint="there is one speed; see priority")] = None
+    billing_policy: Annotated[Any, Only({"type": "billing_policy", "bill_to": "self"}, hint="nobody is billed")] = None
+    compaction: Annotated[Any, Only(hint="shorten the conversation yourself")] = None
+    context_management: Annotated[Any, Only({}, {"edits": []}, hint="shorten the conversation yourself")] = None
+    mcp_servers: Annotated[Any, Only([], hint="only tools of the client's own are supported")] = None
+    user_profile_id: Annotated[Any, Only(hint="see metadata.user_id")] = None
+    workspace_id: Annotated[Any, Only(hint="there are no workspaces; see API keys and tenants")] = None
 
     @model_validator(mode="after")
     def _check_fields(self) -> "CountTokensRequest":
@@ -207,15 +226,19 @@ class CountTokensRequest(RequestModel):
         return [tool.for_template() for tool in self.tools or ()] if self.may_call_tools else []
 
     def messages_for_template(self) -> list[dict[str, Any]]:
-        """Raises ValueError naming the message that does not fit."""
+        """Messages of one role in a row are one turn. Raises ValueError naming the message that does not fit."""
         conversation = Conversation()
         if self.system:
             conversation.say("system", self.system)
-        for number, message in enumerate(self.messages):
-            try:
-                message.add_to(conversation)
-            except ValueError as error:
-                raise ValueError(f"messages[{number}]: {error}") from error
+        for role, messages in groupby(enumerate(self.messages), key=lambda numbered: numbered[1].role):
+            turn = _Turn(conversation, role)
+            for number, message in messages:
+                try:
+                    for block in message.blocks:
+                        turn.add(block)
+                except ValueError as error:
+                    raise ValueError(f"messages[{number}]: {error}") from error
+            turn.end_text()
         return conversation.messages
 
     def template_kwargs(self) -> dict[str, Any]:
@@ -248,11 +271,14 @@ class MessagesRequest(CountTokensRequest):
     ] = None
 
     service_tier: Annotated[Any, Only("auto", "standard_only", hint="there are no tiers; see priority")] = None
-    container: Annotated[Any, Only()] = None
-    mcp_servers: Annotated[Any, Only([])] = None
-    context_management: Annotated[Any, Only()] = None
-    inference_geo: Annotated[Any, Only()] = None
-    diagnostics: Annotated[Any, Only()] = None
+    thread: Annotated[
+        Any, Only(hint="messages are not kept; send the whole conversation", code="thread_unsupported_request")
+    ] = None
+    container: Annotated[Any, Only(hint="there are no built-in tools")] = None
+    fallbacks: Annotated[Any, Only([], "default", hint="one model is served")] = None
+    fallback_credit_token: Annotated[Any, Only(hint="nobody is billed")] = None
+    inference_geo: Annotated[Any, Only(hint="the server runs where it runs")] = None
+    diagnostics: Annotated[Any, Only(hint="see cache_read_input_tokens of the answer's usage")] = None
 
     def to_sampling_params(self) -> SamplingParams:
         """Raises InvalidRequestError where fields contradict."""

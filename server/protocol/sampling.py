@@ -84,11 +84,12 @@ Stop = Annotated[
 
 class Only:
     """Marks a field that the API knows and this server cannot honour: only values that ask for nothing are taken
-    (and None), others are refused. `hint` says why, or what to do."""
+    (and None), others are refused. `hint` says why, or what to do; `code` tells programs."""
 
-    def __init__(self, *values: Any, hint: str = "it is not supported yet") -> None:
+    def __init__(self, *values: Any, hint: str = "it is not supported yet", code: str | None = None) -> None:
         self._values = values
         self._hint = hint
+        self._code = code
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(self._check)
@@ -100,7 +101,7 @@ class Only:
         if value is None or any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in self._values):
             return value
         shown = " or ".join([*map(json.dumps, self._values), "null"])
-        context = {"shown": shown, "hint": self._hint}
+        context = {"shown": shown, "hint": self._hint} | ({"code": self._code} if self._code else {})
         raise PydanticCustomError("unsupported_value", "only {shown} is possible; {hint}", context)
 
 

@@ -9,9 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 import anthropic
 import httpx
+import openai
 import pytest
 
 from jaxllm import EngineConfig
+from jaxllm.server.protocol.messages import (
+    CountTokensRequest,
+    MessagesRequest,
+    OutputConfig,
+    TextBlock,
+    Thinking,
+    ThinkingBlock,
+    Tool,
+    ToolResultBlock,
+    ToolUseBlock,
+)
 
 if TYPE_CHECKING:
     from live_server import LiveServer
@@ -23,6 +35,12 @@ TOOLS: list[Any] = [
         "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
     }
 ]
+BLOCKS: dict[str, Any] = {
+    "TextBlock": TextBlock,
+    "ThinkingBlock": ThinkingBlock,
+    "ToolUseBlock": ToolUseBlock,
+    "ToolResultBlock": ToolResultBlock,
+}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'
 
 
@@ -195,6 +213,113 @@ def test_a_conversation_with_blocks_reaches_the_model(client):
     assert client.messages.count_tokens(model="stub", system=system, messages=messages).input_tokens == len(shown)
 
 
+def test_turns_of_one_role_in_a_row_are_one(client):
+    """As Anthropic's API has it. Many templates refuse roles that do not alternate."""
+    apart: list[Any] = [
+        {"role": "user", "content": "a"},
+        {"role": "user", "content": [{"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": "Hm."},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "weather", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "rain"}]},
+        {"role": "user", "content": "So?"},
+        {"role": "user", "content": "Well?"},
+    ]
+    shown = (
+        '[user]a\nb[assistant]Hm.<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
+        "[tool]rain[user]So?\nWell?[assistant]"
+    )
+    message = client.messages.create(model="stub", max_tokens=len(shown), messages=apart)
+    assert message.content[0].text == shown
+    assert client.messages.count_tokens(model="stub", messages=apart).input_tokens == len(shown)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_the_clients_tool_runner_goes_round_without_a_thread(client, is_streamed):
+    """It asks for a thread first, and is told that there are none in the words that let it go on."""
+    asked: list[str] = []
+
+    @anthropic.beta_tool
+    def weather(city: str) -> str:
+        """Tells the weather."""
+        asked.append(city)
+        return "rain"
+
+    runner = client.beta.messages.tool_runner(
+        model="stub", max_tokens=500, messages=said(f"<think>Hm.</think>{CALL}"), tools=[weather], max_iterations=2,
+        stream=is_streamed,
+    )  # fmt: skip
+    answers = [item.get_final_message() if is_streamed else item for item in runner]
+    assert asked == ["Bern", "Bern"]  # The stub says the same again.
+    assert [answer.stop_reason for answer in answers] == ["tool_use"] * 2
+    lens = [answer.usage.input_tokens + answer.usage.cache_read_input_tokens for answer in answers]
+    assert lens[1] > lens[0] + len("[tool]rain"), "the second request has the call and its result"
+
+
+def test_a_thread_is_refused_in_words_that_a_program_understands(client):
+    thread = client.beta.messages.thread(model="stub", max_tokens=5)
+    with pytest.raises(anthropic.BadRequestError, match="messages are not kept") as caught:
+        thread.send(said("x"))
+    assert caught.value.error_code == "thread_unsupported_request"
+
+
+def test_every_parameter_of_the_official_client_is_known():
+    """It is taken, or refused with a reason: "not supported" would be a guess."""
+    for params, body in (
+        (anthropic.types.message_create_params, MessagesRequest),
+        (anthropic.types.beta.message_create_params, MessagesRequest),
+        (anthropic.types.message_count_tokens_params, CountTokensRequest),
+        (anthropic.types.beta.message_count_tokens_params, CountTokensRequest),
+    ):
+        (names,) = [
+            kind.__annotations__.keys()
+            for name, kind in vars(params).items()
+            if name in ("MessageCreateParamsBase", "MessageCountTokensParams")
+        ]
+        assert names - body.model_fields.keys() == ({"betas"} if "beta" in params.__name__ else set())  # a header
+    for thinking in ("adaptive", "disabled", "enabled", "between_tools"):
+        kind = getattr(anthropic.types.beta, f"BetaThinkingConfig{thinking.title().replace('_', '')}Param")
+        assert kind.__annotations__.keys() <= Thinking.model_fields.keys()
+    assert anthropic.types.beta.BetaToolParam.__annotations__.keys() <= Tool.model_fields.keys()
+    assert anthropic.types.beta.BetaOutputConfigParam.__annotations__.keys() <= OutputConfig.model_fields.keys()
+    for name, block in BLOCKS.items():
+        kind = getattr(anthropic.types.beta, f"Beta{name}Param")
+        assert kind.__annotations__.keys() <= block.model_fields.keys()
+
+
+@pytest.mark.parametrize("dump", ["model_dump", "to_dict", "to_param"])
+def test_what_the_client_makes_of_an_answer_can_be_sent_back(client, dump):
+    body: dict[str, Any] = {"model": "stub", "max_tokens": 500, "tools": TOOLS}
+    body["messages"] = said(f"<think>Hm.</think>Well.{CALL}")
+    for messages in (client.messages, client.beta.messages):
+        with messages.stream(**body) as stream:
+            streamed = stream.get_final_message()
+        for answer in (messages.create(**body), streamed):
+            if dump == "to_param":
+                turn = answer.to_param()
+            else:
+                turn = {"role": "assistant", "content": [getattr(block, dump)() for block in answer.content]}
+            call = answer.content[-1].id
+            result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call, "content": "rain"}]}
+            again: list[Any] = [*body["messages"], turn, result]
+            assert messages.count_tokens(model="stub", messages=again).input_tokens > 0
+
+
+def test_models_are_told_to_both_official_clients(client, server):
+    (model,) = client.models.list()
+    for info in (model, client.models.retrieve("stub"), client.beta.models.retrieve("stub")):
+        assert (info.id, info.type, info.display_name, info.lifecycle) == ("stub", "model", "stub", "active")
+        assert info.created_at.tzinfo is not None
+        assert (info.max_input_tokens, info.max_tokens) == (2048, 2047)
+    anthropic.types.ModelInfo.model_validate(model.to_dict(), strict=False)
+    assert list(client.models.list(after_id="stub")) == []
+    assert list(client.models.list(lifecycle=["retired"])) == []
+    with pytest.raises(anthropic.NotFoundError) as missing:
+        client.models.retrieve("claude")
+    assert missing.value.type == "not_found_error"
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="-") as other:
+        openai.types.Model.model_validate(other.models.retrieve("stub").to_dict())
+
+
 def test_an_answer_can_be_sent_back_as_it_came(client):
     answer = client.messages.create(
         model="stub", max_tokens=200, messages=said(f"<think>Hm.</think>Well.{CALL}"), tools=TOOLS
@@ -249,7 +374,12 @@ def test_whether_to_think_is_left_to_the_template(client):
         ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_config.format"),
         ({"output_config": {"effort": "high"}}, "reasoning_effort"),
         ({"container": "c"}, "container"),
-        ({"context_management": {"edits": []}}, "context_management"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
+        ({"compaction": {"type": "summarize"}}, "compaction"),
+        ({"fallbacks": [{"model": "other"}]}, "fallbacks"),
+        ({"diagnostics": {"previous_message_id": None}}, "diagnostics"),
+        ({"output_config": {"task_budget": {"type": "tokens", "total": 9}}}, "output_config.task_budget"),
+        ({"tool_choice": {"type": "auto"}}, "tool_choice needs tools"),
         ({"service_tier": "batch"}, "no tiers"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"temperature": -1}, "temperature"),
