@@ -2,7 +2,7 @@
 
 import time
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request
 
@@ -12,6 +12,8 @@ from jaxllm.server.keys import authenticate
 router = APIRouter(tags=["models"], dependencies=[Depends(authenticate)])
 _STARTED = int(time.time())
 
+Lifecycle = Literal["active", "deprecated", "retired"]
+
 
 @router.get("/v1/models")
 async def list_models(
@@ -19,7 +21,10 @@ async def list_models(
     limit: Annotated[int, Query(ge=1, le=1000, description="The most models to list.")] = 1000,
     after_id: Annotated[str | None, Query(description="List those behind this one.")] = None,
     before_id: Annotated[str | None, Query(description="List those before this one.")] = None,
-    lifecycle: Annotated[list[str] | None, Query(alias="lifecycle[]", description="All are active.")] = None,
+    lifecycle: Annotated[
+        list[Literal["active", "deprecated", "retired"]] | None,
+        Query(alias="lifecycle[]", description="All are active."),
+    ] = None,
 ) -> dict[str, Any]:
     """All names under which the model is served."""
     server = request.app.state.server
