@@ -8,6 +8,7 @@ The server, from the outside in:
     http_protocol.py     the connection, with limits on slow clients
     app.py               the application, and `Server`: what every route shares
     limits.py            middlewares: bodies, request ids; api_errors.py: every answer with an error
+    content_encoding.py, json_fault.py
     keys.py, drain.py, watchdog.py
     routes/              the endpoints; protocol/: what they read and write, as pydantic models
     call.py              what a request says beside its body

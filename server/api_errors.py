@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxllm import EngineDeadError, InvalidRequestError, OverloadedError
+from jaxllm.server.json_fault import json_fault, place_in
 
 logger = logging.getLogger("jaxllm.server")
 
@@ -141,7 +142,7 @@ class ApiError(HTTPException):
             case EngineDeadError():
                 return cls(503, str(error), code="engine_dead", retry_after_s=5.0)
             case RequestValidationError():
-                return _of_validation(error.errors())
+                return _of_validation(error.errors(), error.body)
             case _:
                 return cls(500, "the server failed to handle the request; its log says why", code="internal_error")
 
@@ -194,6 +195,11 @@ def add_error_handlers(app: FastAPI) -> None:
 
     async def answer_expected(request: Request, error: Exception) -> JSONResponse:
         api_error = ApiError.of(error)
+        is_ours = isinstance(error, ApiError) or not isinstance(error, HTTPException)
+        if not is_ours and isinstance(error.__cause__, ValueError | RecursionError):
+            # FastAPI's, for JSON that Python gives up, without a word of why.
+            body = b"".join(request.scope.get("jaxllm.body", ()))
+            api_error.message = f"the body cannot be read: {json_fault(body)}"
         if type(error) is HTTPException and error.status_code in (404, 405):  # Starlette's, which names neither
             allowed = f"; it takes {error.headers['Allow']}" if error.headers else ""
             api_error.message = f"there is no {request.method} {_shortened(request.url.path)} here{allowed}"
@@ -227,14 +233,14 @@ class UnexpectedErrors:
             await error_response(scope, ApiError.of(error))(scope, receive, send)
 
 
-def _of_validation(errors: Sequence[Any]) -> ApiError:
+def _of_validation(errors: Sequence[Any], body: Any) -> ApiError:
     """Names the first field that does not fit, but for one whose error has a code, by which a program may go on."""
     first = next((error for error in errors if "code" in error.get("ctx", {})), errors[0])
     code = first.get("ctx", {}).get("code")
     where = [part for part in first["loc"] if part not in ("body", "query", "path", "header")]
     where = [part for part in where if not str(part).startswith("=")]  # tags of unions, as "=message"
     if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+        return ApiError(400, f"the body is not JSON: {first['ctx']['error']} at {place_in(body, where[0])}")
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{_shortened(part)}" for part in where).lstrip(".")
     more = f" ({len(errors) - 1:,} more)" if len(errors) > 1 else ""
     match first["type"]:

@@ -11,6 +11,7 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxllm.server.api_errors import ApiError, error_response
+from jaxllm.server.content_encoding import decoded
 from jaxllm.server.keys import caller_of
 
 _LINGER_S = 2.0
@@ -58,8 +59,9 @@ class HeadAsGet:
 
 
 class BodyLimit:
-    """Reads a request's body before the route is called: at most `max_bytes`, within `timeout_s`, and only from those
-    whose key is known, where keys are asked for. No route that takes a body is open to others."""
+    """Reads a request's body before the route is called: at most `max_bytes`, also of what it is when it is unpacked,
+    within `timeout_s`, and only from those whose key is known, where keys are asked for. No route that takes a body is
+    open to others. `scope["jaxllm.body"]` has its pieces."""
 
     def __init__(self, app: ASGIApp, *, max_bytes: int, timeout_s: float) -> None:
         self._app = app
@@ -78,13 +80,18 @@ class BodyLimit:
                 raise self._too_large(f"{length:,} bytes")
             async with asyncio.timeout(self._timeout_s):
                 messages = await self._read(receive)
+            if messages[-1]["type"] == "http.disconnect":
+                return None
+            body = [message.get("body", b"") for message in messages]
+            if (encoding := Headers(scope=scope).get("content-encoding")) is not None:
+                body = [decoded(b"".join(body), encoding, max_bytes=self._max_bytes)]
+                messages = deque([{"type": "http.request", "body": body[0], "more_body": False}])
         except TimeoutError:
             error = ApiError(408, f"the body took longer than {self._timeout_s:g} s to come", code="body_timeout")
             return await self._refuse(error, scope, receive, send)
         except ApiError as error:
             return await self._refuse(error, scope, receive, send)
-        if messages[-1]["type"] == "http.disconnect":
-            return None
+        scope["jaxllm.body"] = body
 
         async def replay() -> Message:
             return messages.popleft() if messages else await receive()

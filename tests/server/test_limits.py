@@ -4,10 +4,15 @@ import json
 import socket
 import threading
 import time
+import tracemalloc
+import zlib
 
 import httpx
 import pytest
 from raw_http import connect, post, post_head, read_all, read_until
+
+from jaxllm.server.api_errors import ApiError
+from jaxllm.server.content_encoding import decoded
 
 HEADER_S, BODY_S, SEND_S = 0.5, 0.5, 1.0
 MAX_BYTES = 1000
@@ -154,6 +159,85 @@ def test_a_client_that_does_not_read_loses_its_connection_and_its_request(strict
         except ConnectionResetError:
             return
         assert b"[DONE]" not in received
+
+
+def deep(depth: int) -> bytes:
+    return b'{"prompt": "[", "tools": ' + b"[" * depth + b"]" * depth + b"}"
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b'{"prompt":\n "a" "b"}', "is not JSON: Expecting ',' delimiter at line 2, column 6"),
+        (b'{"prompt": "\xff\xfe"}', "is not UTF-8: the byte 0xff at index 12"),
+        (
+            b'{"prompt": "a", "seed": ' + b"1" * 5000 + b"}",
+            "the number at index 24 has 5,000 digits; it may have 4,300",
+        ),
+        (deep(100_000), "is nested 100,001 levels deep at index 100,024"),
+    ],
+    ids=["syntax", "UTF-8", "digits", "depth"],
+)
+def test_what_is_wrong_with_a_body_is_said_and_where(stub_server, body, words):
+    for path in ("/v1/completions", "/v1/messages"):
+        answer = httpx.post(stub_server.url + path, content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == 400
+        assert words in answer.json()["error"]["message"]
+
+
+def packed(body: bytes, wbits: int = 16 + zlib.MAX_WBITS) -> bytes:
+    stream = zlib.compressobj(wbits=wbits)
+    return stream.compress(body) + stream.flush()
+
+
+def post_packed(server, content: bytes, encoding: str = "gzip") -> httpx.Response:
+    headers = {"content-type": "application/json", "content-encoding": encoding}
+    return httpx.post(server.url + "/tokenize", content=content, headers=headers)
+
+
+def test_a_compressed_body_is_unpacked(strict):
+    body = b'{"prompt": "abc"}'
+    for content, encoding in (
+        (packed(body), "gzip"),
+        (packed(body[:5]) + packed(body[5:]), "GZIP"),  # in two members
+        (packed(body, zlib.MAX_WBITS), "deflate"),
+        (body, "identity"),
+    ):
+        assert post_packed(strict, content, encoding).json()["count"] == 3
+
+
+def test_a_body_that_becomes_too_large_is_not_unpacked_to_its_end(strict):
+    frame = len(b'{"prompt": ""}')
+    fits = b'{"prompt": "' + b"a" * (MAX_BYTES - frame) + b'"}'
+    assert post_packed(strict, packed(fits)).json()["count"] == MAX_BYTES - frame
+    for content in (packed(fits + b" "), packed(fits) + packed(b" "), packed(b"a" * 900_000)):
+        answer = post_packed(strict, content)
+        assert answer.status_code == 413
+        assert "more than 1,000 bytes when it is unpacked" in answer.json()["error"]["message"]
+
+
+def test_a_bomb_costs_no_more_than_a_body_may():
+    bomb = packed(b"a" * 100_000_000)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ApiError, match="more than 10,000 bytes"):
+            decoded(bomb, "gzip", max_bytes=10_000)
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_an_encoding_that_is_not_known_or_not_true_is_refused(strict):
+    body = packed(b'{"prompt": "abc"}')
+    for encoding in ("br", "zstd", "gzip, gzip"):
+        answer = post_packed(strict, body, encoding)
+        assert answer.status_code == 415
+        assert answer.headers["accept-encoding"] == "gzip, deflate"
+        assert answer.json()["error"]["code"] == "request_body_encoding_unsupported"
+    for content in (b'{"prompt": "abc"}', body[:-3], b"\x1f\x8b"):
+        answer = post_packed(strict, content)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "request_body_encoding_invalid"
 
 
 @pytest.mark.parametrize(
