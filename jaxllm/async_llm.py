@@ -6,7 +6,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from jaxllm.config import EngineConfig
@@ -28,6 +28,12 @@ from jaxllm.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+_Sink = Callable[[], OutputStream | None]
+"""Where the deltas of a continuation go. While it is read, a weak reference: a stream that nobody holds is to end."""
+
+_LEAVE_S = 1.0  # in which the engine tells what the requests have made that `close` ends
+_POLL_S = 0.01
+
 
 class AsyncLLM:
     """A client of an engine process. Any number of requests run at once; each is read through its `OutputStream`.
@@ -40,6 +46,9 @@ class AsyncLLM:
 
     It belongs to the event loop in which it was made. A process that several share, an HTTP server's workers for
     instance, is an `EngineProcess` of its own, to which each of them connects.
+
+    on_tokens: called with a number of new tokens whenever the engine tells of some: of all that it makes for requests
+      of this client, also those that nobody reads, past a stop string or after a reader has left.
     """
 
     def __init__(self, client: CoreClient, tokenizer: "PreTrainedTokenizerFast", process: EngineProcess | None):
@@ -51,9 +60,10 @@ class AsyncLLM:
         self._client = client
         self._loop = asyncio.get_running_loop()
         self._thread_id = threading.get_ident()
-        self._outputs: OutputProcessor[weakref.ref[OutputStream]] = OutputProcessor(tokenizer)
+        self.on_tokens: Callable[[int], None] = _nobody
+        self._outputs: OutputProcessor[_Sink] = OutputProcessor(tokenizer)
         self._handles = itertools.count(1)
-        self._waiting: Processed[weakref.ref[OutputStream]] | None = None  # others than the first deltas
+        self._waiting: Processed[_Sink] | None = None  # others than the first deltas
 
     @classmethod
     async def start(cls, config: EngineConfig) -> "AsyncLLM":
@@ -213,7 +223,12 @@ class AsyncLLM:
         return found.decode(errors="replace"), found
 
     async def close(self) -> None:
-        """Ends the requests of this client (their streams end with an error), and the process, if `start` made it."""
+        """Ends the requests of this client, and the process, if `start` made it. The streams end with the reason
+        "abort", or "error" if the engine does not answer at once."""
+        self._client.end([key for key in self._outputs.keys if isinstance(key, int)], "abort")
+        deadline = time.monotonic() + _LEAVE_S
+        while self._outputs.keys and self.state == "ready" and time.monotonic() < deadline:
+            await asyncio.sleep(_POLL_S)
         self._client.close()
         if self.process is not None:
             await asyncio.to_thread(self.process.stop)
@@ -221,6 +236,8 @@ class AsyncLLM:
     def _take_in(self, output: CoreOutput) -> None:
         """Hands out what steps have brought: first tokens now, the rest when the tasks that wait for these have run."""
         self._hand_out_waiting()
+        if output.token_ids:
+            self.on_tokens(len(output.token_ids))
         self._waiting = self._outputs.process(output)
         _hand_out(self._waiting.first)
         self._loop.call_soon(self._hand_out_waiting)
@@ -237,17 +254,21 @@ class AsyncLLM:
         now = time.monotonic()
         _hand_out([self._outputs.finish(key, "error", reason, now=now) for key in self._outputs.keys])
 
-    def _leave(self, handles: list[int]) -> None:
-        """The reader of a stream has left."""
+    def _leave(self, handles: list[int], stream: OutputStream | None) -> None:
+        """The reader of a stream has left. The stream, if somebody has it, lives until it has the ends."""
         if threading.get_ident() != self._thread_id:
-            self._loop.call_soon_threadsafe(self._leave, handles)
+            self._loop.call_soon_threadsafe(self._leave, handles, stream)
             return
         for handle in handles:
-            self._outputs.forget(handle)
+            self._outputs.leave(handle, lambda: stream)
         self._client.end(handles, "abort")
 
 
-def _hand_out(deltas: Iterable[tuple[weakref.ref[OutputStream], OutputDelta]]) -> None:
+def _nobody(num_tokens: int) -> None:
+    """Nobody counts tokens."""
+
+
+def _hand_out(deltas: Iterable[tuple[_Sink, OutputDelta]]) -> None:
     for sink, delta in deltas:
         if (stream := sink()) is not None:
             stream.push(delta)

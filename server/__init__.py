@@ -14,7 +14,7 @@ The server, from the outside in:
     call.py              what a request says beside its body
     client_watch.py      whether the client is still there
     generation.py        one prompt on its way through the engine; generation_group.py: several of one request;
-                         deltas.py: what comes of them
+                         deltas.py: what comes of them; request_account.py: what was made, whoever reads it
     prompt_encoder.py, chat_templates.py, conversation.py
     reply.py             an answer taken apart into reasoning, content and tool calls; parsers/: how models write them
     completion_answer.py, chat_answer.py, response_builder.py, message_builder.py, streaming.py: the answers

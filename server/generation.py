@@ -14,7 +14,7 @@ from jaxllm import OutputDelta, SamplingParams
 from jaxllm.server.api_errors import ApiError
 from jaxllm.server.call import Call
 from jaxllm.server.client_watch import ClientLeftError, ClientWatch
-from jaxllm.server.finished_request import FinishedRequest
+from jaxllm.server.request_account import RequestAccount
 
 if TYPE_CHECKING:
     from jaxllm import OutputStream
@@ -28,12 +28,10 @@ class Generation:
     """The choices that the engine makes for one prompt.
 
     It is a source of deltas (`deltas.DeltaSource`), for one reader. When the client leaves, streamed to or not, the
-    engine is told at once, and the reader gets a ClientLeftError. However it ends, metrics and log hear of it once.
+    engine is told at once, and the reader gets a ClientLeftError. However it ends, metrics and log hear of it once,
+    when the engine has told the last of it.
 
     request_id: its name in the engine.
-    num_output_tokens: so far, of all choices.
-    num_cached_tokens: of the prompt, found in the prefix cache; known when a choice has ended. That choices after the
-        first find what it has computed does not count.
     """
 
     def __init__(
@@ -53,25 +51,19 @@ class Generation:
         self.request_id = stream.request_id
         self.params = params
         self.num_prompt_tokens = num_prompt_tokens
-        self.num_output_tokens = 0
-        self.num_cached_tokens = 0
         self._server = server
         self._call = call
         self._scope = http_request.scope
-        self._is_streamed = is_streamed
         self._has_ended = False
-        self._error: str | None = None
-        self._finish_reasons: list[str | None] = [None] * params.n
-        self._num_running = params.n
-        self._output_lens = [0] * params.n
-        self._token_times: list[float | None] = [None] * params.n
-        self._first_scheduled: float | None = None
-        self._first_token: float | None = None
+        self._failure: ApiError | None = None  # what the reader gets when it has the tokens before it
+        self._left_over = "abort"  # the finish reason of choices that run when this is closed
+        self._account = RequestAccount(
+            server, call, params, num_prompt_tokens=num_prompt_tokens, is_streamed=is_streamed
+        )
         self._stream = stream
         self._resources = resources
         self._watch = watch
         watch.on_leave = self._end_unread
-        self._is_overdue = False
         if call.timeout_s is not None:
             alarm = asyncio.get_running_loop().call_later(call.timeout_s + _GRACE_S, self._end_overdue)
             resources.callback(alarm.cancel)
@@ -143,87 +135,92 @@ class Generation:
         return self.params.n
 
     @property
+    def num_output_tokens(self) -> int:
+        """So far, of all choices."""
+        return self._account.num_output_tokens
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """See `RequestAccount`."""
+        return self._account.num_cached_tokens
+
+    @property
     def is_complete(self) -> bool:
         """Whether the reader has taken all that it wants of every choice."""
-        return not self._num_running
+        return not self._account.num_running and self._failure is None
 
     def listen(self, on_news: Callable[[], None]) -> None:
         """`on_news` is called when there is something to take, or an error to be raised. Once this is closed there is
         nothing, and nobody is kept."""
-        self._stream.on_news = _nobody if self._has_ended else on_news
+        if not self._has_ended:
+            self._stream.on_news = on_news
 
     def take(self) -> OutputDelta | None:
         """What is new of one choice, until there is nothing (None). The last delta of a choice has the finish reason
         "stop" or "length".
 
-        Raises ApiError, which ends all choices: 408 (or 503, if it never started) when its time is over, 500 or 503
-        when the engine failed, 503 when the server stops, ClientLeftError.
+        Raises ApiError, which ends all choices, after the last tokens of the one that has failed: 408 (or 503, if it
+        never started) when its time is over, 500 or 503 when the engine failed, 503 when the server stops,
+        ClientLeftError.
         """
-        try:
-            while (delta := self._stream.take()) is not None:
-                if self._finish_reasons[delta.index] is not None:  # The reader has asked for no more of it.
-                    continue
-                if delta.token_ids:
-                    self._count(delta.index, len(delta.token_ids))
-                if delta.finish_reason is not None:
-                    self._note_end(delta)
-                return delta
-            if self._num_running and self._stream.is_complete:
-                raise self._early_end()
-            return None
-        except ApiError as error:
-            self._error = None if isinstance(error, ClientLeftError) else error.message
-            self.close()
-            raise
+        while self._failure is None:
+            if (delta := self._stream.take()) is None:
+                if not self._account.num_running or not self._stream.is_complete:
+                    return None
+                self._left_over = "error"
+                self._failure = ApiError(500, "the engine ended the request without a reason", code="internal_error")
+                break
+            if not self._account.add(delta):
+                continue
+            if delta.finish_reason not in (None, "stop", "length"):
+                self._left_over = delta.finish_reason
+                self._failure = self._failure_of(delta)
+                if not delta.token_ids:
+                    break
+                return replace(delta, finish_reason=None)
+            return delta
+        self.close()
+        raise self._failure
 
     def complete(self, index: int) -> None:
         """The reader has what it wants of a choice: nothing more comes of it."""
-        if self._finish_reasons[index] is None:
-            self._finish_reasons[index] = "stop"
-            self._num_running -= 1
+        self._account.complete(index)
 
     def close(self) -> None:
-        """Ends the choices that still run, at once; if there are none, only says so to metrics and log. The listener
-        hears no more. May be called again."""
+        """Ends the choices that still run, at once. The listener hears no more. May be called again."""
         if self._has_ended:
             return
         self._has_ended = True
+        self._scope["jaxllm.is_logged"] = True  # An error that is the answer needs no line of its own.
+        failure = None if isinstance(self._failure, ClientLeftError) else self._failure
+        self._account.close(self._left_over, None if failure is None else failure.message)
         self._stream.on_news = _nobody
         with self._resources:
             self._stream.close()
-            self._report()
+            self._take_rest()
 
-    def _count(self, index: int, num_tokens: int) -> None:
-        metrics, now = self._server.metrics, time.monotonic()
-        if not self.num_output_tokens:
-            metrics.first_token(now - self._call.received, self.num_prompt_tokens)
-        before = self._token_times[index]
-        metrics.tokens(num_tokens, None if before is None else now - before)
-        self._token_times[index] = now
-        self._output_lens[index] += num_tokens
-        self.num_output_tokens += num_tokens
+    def _take_rest(self) -> None:
+        """Takes down what nobody reads, and closes the account when the engine has told the last of it."""
+        while (delta := self._stream.take()) is not None:
+            self._account.add(delta)
+        if not self._stream.is_complete:
+            self._stream.on_news = self._take_rest_soon
+        else:
+            self._account.report()
 
-    def _note_end(self, delta: OutputDelta) -> None:
-        reason, is_first_end = delta.finish_reason, not any(self._finish_reasons)
-        self._finish_reasons[delta.index] = reason
-        self._num_running -= 1
-        if (metrics := delta.metrics) is not None:
-            num_cached = metrics.num_cached_tokens
-            self.num_cached_tokens = num_cached if is_first_end else min(self.num_cached_tokens, num_cached)
-            self._first_scheduled = _earlier(self._first_scheduled, metrics.first_scheduled_time)
-            self._first_token = _earlier(self._first_token, metrics.first_token_time)
-        if reason in ("stop", "length"):
-            return
-        raise ClientLeftError if self._watch.has_left else self._failure(delta)
+    def _take_rest_soon(self) -> None:
+        """Not in the call that brings it, which brings news to others too."""
+        self._stream.on_news = _nobody
+        asyncio.get_running_loop().call_soon(self._take_rest)
 
-    def _failure(self, delta: OutputDelta) -> ApiError:
+    def _failure_of(self, delta: OutputDelta) -> ApiError:
         match delta.finish_reason:
             case "abort" | "error" if self._server.drain.is_stopping:
                 return self._server.drain.shutting_down_error()
             case "abort":
                 return ApiError(400, "the operator ended this request", code="request_aborted")
             case "timeout":
-                return self._timeout_error(has_started=self._first_scheduled is not None)
+                return self._timeout_error(has_started=self._account.first_scheduled is not None)
             case _ if self._server.llm.state != "ready":
                 message = f"the engine failed: {delta.error}"
                 return ApiError(503, message, code="engine_dead", retry_after_s=5.0)
@@ -240,51 +237,20 @@ class Generation:
         )
         return ApiError(408, message, code="timeout", should_retry=False)
 
-    def _early_end(self) -> ApiError:
-        """Why the stream has ended before the choices have."""
-        if self._watch.has_left:
-            return ClientLeftError()
-        if self._is_overdue:
-            self._finish_reasons = [reason or "timeout" for reason in self._finish_reasons]
-            return self._timeout_error(has_started=self.num_output_tokens > 0)
-        return ApiError(500, "the engine ended the request without a reason", code="internal_error")
-
     def _end_overdue(self) -> None:
         """The engine should have ended this request by itself. If it has not, it is stuck; else the reader is slow."""
         if not self._stream.is_complete:
-            self._is_overdue = True
-            self._stream.close()  # which the reader hears
+            self._end_early("timeout", self._timeout_error(has_started=self.num_output_tokens > 0))
 
     def _end_unread(self) -> None:
         """The client has left."""
-        self._stream.close()  # which the reader hears, if there is one
-        self.close()
+        self._end_early("abort", ClientLeftError())
 
-    def _report(self) -> None:
-        self._scope["jaxllm.is_logged"] = True  # An error that is the answer needs no line of its own.
-        left_over = "error" if self._error is not None else "abort"
-        call = self._call
-        self._server.finished(
-            FinishedRequest(
-                request_id=call.request_id,
-                endpoint=call.endpoint,
-                params=self.params,
-                num_prompt_tokens=self.num_prompt_tokens,
-                output_lens=self._output_lens,
-                finish_reasons=[reason or left_over for reason in self._finish_reasons],
-                received=call.received,
-                finished=time.monotonic(),
-                first_scheduled=self._first_scheduled,
-                first_token=self._first_token,
-                num_cached_tokens=self.num_cached_tokens,
-                is_streamed=self._is_streamed,
-                tenant=call.caller.tenant,
-                key_name=call.caller.key_name,
-                priority=call.priority,
-                error=self._error,
-                trace_headers=call.trace_headers,
-            )
-        )
+    def _end_early(self, reason: str, failure: ApiError) -> None:
+        """The reader hears it at once, if there is one."""
+        self._left_over, self._failure, tell = reason, failure, self._stream.on_news
+        self.close()
+        tell()
 
 
 def _nobody() -> None:
@@ -330,7 +296,3 @@ def _check_prompt(server: "Server", prompt_token_ids: Sequence[int], params: Sam
             param="max_tokens" if max_tokens and num_tokens < info.max_model_len else "prompt",
             code="context_length_exceeded",
         )
-
-
-def _earlier(time_: float | None, other: float | None) -> float | None:
-    return other if time_ is None else time_ if other is None else min(time_, other)

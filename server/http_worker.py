@@ -79,11 +79,9 @@ class HttpWorker:
             if board.log_level != log_level:
                 log_level = board.log_level
                 set_log_level(log_level)
-            if board.phase is Phase.STOPPING:
+            if board.phase is Phase.STOPPING or (board.phase is Phase.SHUTTING_DOWN and not drain.num_active):
                 await server.llm.close()  # which ends its streams, whatever state the engine is in
                 await drain.wait_until_idle(_ERROR_S)
-                return
-            if board.phase is Phase.SHUTTING_DOWN and not drain.num_active:
                 return
             await asyncio.sleep(_POLL_S)
 

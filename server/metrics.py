@@ -55,7 +55,7 @@ _HISTOGRAMS: Mapping[str, tuple[Sequence[float], str]] = {
 _ALSO_KNOWN_AS = {"inter_token_latency_seconds": "time_per_output_token_seconds"}  # what dashboards before 2026 read
 _TOKEN_COUNTERS: Mapping[str, str] = {
     "prompt_tokens": "Prompt tokens of requests that reached their first token.",
-    "generation_tokens": "Tokens that were generated.",
+    "generation_tokens": "Tokens that the engine has generated, those included that nobody waited for.",
     "prompt_tokens_cached": "Those of the prompt tokens that the prefix cache had.",
 }
 _GENERATION_TOKENS = list(_TOKEN_COUNTERS).index("generation_tokens")  # the places of these come first
@@ -112,6 +112,7 @@ class Metrics(Collector):
         self._recent = Recent(self._own[recent_start:])
         self._recent_start = recent_start
         self._token_gaps = self._histograms["inter_token_latency_seconds"]
+        llm.on_tokens = self._count_tokens
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
@@ -122,18 +123,17 @@ class Metrics(Collector):
         self._recent.add(time.monotonic(), "ttft", ttft_s)
 
     def tokens(self, num_tokens: int, gap_s: float | None) -> None:
-        """Counts tokens of one choice that came together.
+        """Takes down when tokens of one choice came, together.
 
         gap_s: seconds since those before them; None for the first ones.
         """
-        self._own[_GENERATION_TOKENS] += num_tokens
         itl_s = None if gap_s is None else gap_s / num_tokens
         if itl_s is not None:
             self._token_gaps.observe(itl_s, num_tokens)
         self._recent.add_tokens(time.monotonic(), num_tokens, itl_s)
 
     def request_finished(self, request: "FinishedRequest") -> None:
-        """Counts a request that has ended; its tokens were counted as they came."""
+        """Counts a request that has ended."""
         for reason in request.finish_reasons:
             self._own[self._places[reason]] += 1
         for name, value in (
@@ -182,6 +182,10 @@ class Metrics(Collector):
                 if known_as:
                     yield self._histograms[name].family(self._prefix + known_as, text, totals, self._model_name)
         yield from engine_metrics(self._llm, self._prefix, self._model_name)
+
+    def _count_tokens(self, num_tokens: int) -> None:
+        """Counts what the engine has made, whatever became of it."""
+        self._own[_GENERATION_TOKENS] += num_tokens
 
     def _counter(self, name: str, text: str, labels: Sequence[str], values: Values) -> CounterMetricFamily:
         family = CounterMetricFamily(self._prefix + name, text, labels=("model_name", *labels))

@@ -65,6 +65,10 @@ class Reply:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
         return parts
 
+    def rest(self) -> list[ReplyPart]:
+        """What was held back, of a reply that has been cut off."""
+        return self._parser.finish() if self._parser is not None else []
+
     async def num_reasoning_tokens(self) -> int:
         """How many tokens its reasoning is, without the markers around it."""
         text = "".join(self._reasoning)

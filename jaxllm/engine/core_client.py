@@ -97,7 +97,7 @@ class CoreClient:
             self._submits.pop(handles[0], None)
 
     def end(self, handles: list[int], reason: EndReason) -> None:
-        """Tells the core that nobody wants more of these."""
+        """Tells the core that nobody wants more of these. Their ends come as those of others do."""
         if self.state == "ready":
             self._send(End(handles, reason))
 

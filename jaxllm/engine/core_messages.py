@@ -9,11 +9,13 @@
                                         ◄─────── Heartbeat    at least every 100 ms, but not in the middle of a step
     Ack(number) ────────────────────────────────►              of both, the latest received
     End(handles), a Question ───────────────────►
+                                        ◄─────── Tokens       of each that had not ended: the last, and the end
                                         ◄─────── Answer       to the Question
     closes ─────────────────────────────────────►              its requests end
 
 The core closes connections that it has no use for: whose client receives nothing any more, or says what is no message.
-A client knows its requests by numbers of its own, the handles. `Tokens` whose handles it has forgotten mean nothing.
+A client knows its requests by numbers of its own, the handles. However a request ends, its end comes with all tokens
+that were not told yet, so that whoever counts them need not know why it ended.
 """
 
 from typing import Literal
@@ -41,7 +43,7 @@ class Submit(Message):
 
 
 class End(Message):
-    """The client wants to hear no more of these."""
+    """Nobody wants more of these. Their last `Tokens` have what they made until then, and that they have ended."""
 
     handles: list[int]
     reason: EndReason

@@ -300,9 +300,10 @@ class CoreServer:
 
     def _end(self, client: _Client, message: End) -> None:
         for handle in message.handles:
-            if (key := client.keys.get(handle)) is not None:
-                self._forget_request(key)
-                self._core.end_request(key, message.reason)
+            if (key := client.keys.get(handle)) is None:  # It has ended by itself, which the client will hear.
+                continue
+            if (output := self._core.end_request(key, message.reason)) is not None:
+                self._report(output)
 
     def _forget_request(self, key: Key) -> None:
         owner = self._owners.pop(key)

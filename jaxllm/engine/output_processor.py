@@ -25,6 +25,7 @@ class _Record[Sink]:
     metrics: RequestMetrics
     detokenizer: Detokenizer
     stop_strings: StopStrings | None
+    is_read: bool = True
 
     def append(
         self, token_ids: list[int], logprobs: list[TokenLogprobs] | None, now: float, *, is_stopped: bool
@@ -36,6 +37,9 @@ class _Record[Sink]:
         metrics = self.metrics
         if metrics.first_token_time is None:
             metrics.first_token_time = now
+        if not self.is_read:
+            metrics.num_output_tokens += len(token_ids)
+            return OutputDelta(self.index, "", token_ids, logprobs)
         hides_last = is_stopped and not self.params.include_stop_str_in_output
         shown = token_ids[:-1] if hides_last else token_ids
         if self.stop_strings is not None:
@@ -59,7 +63,8 @@ class _Record[Sink]:
 
     def finish(self, delta: OutputDelta, reason: FinishReason, error: str | None, now: float) -> OutputDelta:
         """Makes a delta the last one, with the text that was held back."""
-        delta.text += self._rest()
+        if self.is_read:
+            delta.text += self._rest()
         if reason == "stop" and delta.token_ids and delta.token_ids[-1] in (self.params.stop_token_ids or ()):
             delta.stop_reason = delta.token_ids[-1]
         delta.error = error
@@ -173,6 +178,11 @@ class OutputProcessor[Sink]:
         record = self._records.pop(key)
         return record.sink, record.finish(OutputDelta(record.index, "", []), reason, error, now)
 
+    def leave(self, key: Key, sink: Sink) -> None:
+        """Nobody reads its text any more, and none is made. Its tokens and its end are still told, to this sink."""
+        if (record := self._records.get(key)) is not None:
+            record.is_read, record.sink = False, sink
+
     def forget(self, key: Key) -> None:
-        """Nobody asks for its end."""
+        """The core does not know it."""
         self._records.pop(key, None)

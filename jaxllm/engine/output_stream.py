@@ -15,6 +15,9 @@ class OutputStream:
     What comes while nobody reads merges into one delta for each continuation. Leaving early is a matter of `aclose`;
     a reader that is cancelled, and a stream that nobody holds any more, do the same.
 
+    Leaving does not unmake what was made: the engine ends the request and tells its last tokens and its end, and who
+    keeps books may `take` them, without text, until `is_complete`.
+
     Where many streams get their tokens at once, a reader need not be a task that is woken: it may set `on_news` and
     `take` what there is.
 
@@ -22,14 +25,16 @@ class OutputStream:
     on_news: called, while the engine's message is taken in, when there is something to take or nothing more will come.
     """
 
-    def __init__(self, request_id: str, handles: list[int], leave: Callable[[list[int]], None]):
-        """leave: called with the handles when the reader leaves before the end, perhaps from another thread."""
+    def __init__(self, request_id: str, handles: list[int], leave: "Callable[[list[int], OutputStream | None], None]"):
+        """leave: called when the reader leaves before the end, perhaps from another thread: with the handles, and with
+        the stream if somebody has it."""
         self.request_id = request_id
         self.on_news: Callable[[], None] = _nobody
         self._handles = handles
         self._leave = leave
         self._pending: dict[int, list[OutputDelta]] = {}  # by the continuation
         self._num_unfinished = len(handles)
+        self._is_closed = False
 
     @property
     def is_complete(self) -> bool:
@@ -46,18 +51,19 @@ class OutputStream:
         return self
 
     async def __anext__(self) -> OutputDelta:
-        while (delta := self.take()) is None:
+        while not self._is_closed:
+            if (delta := self.take()) is not None:
+                return delta
             if not self._num_unfinished:
-                raise StopAsyncIteration
+                break
             await self._wait()
-        return delta
+        raise StopAsyncIteration
 
     def close(self) -> None:
         """Leaves: the request is aborted, and who waits for a delta hears that there are no more."""
-        if self._num_unfinished:
-            self._num_unfinished = 0
-            self._leave(self._handles)
-        self._pending.clear()
+        is_first, self._is_closed = not self._is_closed, True
+        if is_first and self._num_unfinished:
+            self._leave(self._handles, self)
         self.on_news()
 
     async def aclose(self) -> None:
@@ -70,8 +76,6 @@ class OutputStream:
 
     def push(self, delta: OutputDelta) -> None:
         """Something new, from the engine."""
-        if not self._num_unfinished:  # the reader has left
-            return
         deltas = self._pending.setdefault(delta.index, [])
         deltas.append(delta)
         if len(deltas) > _MAX_DELTAS:
@@ -92,9 +96,9 @@ class OutputStream:
             self.on_news = _nobody
 
     def __del__(self) -> None:
-        if getattr(self, "_num_unfinished", 0):
+        if getattr(self, "_num_unfinished", 0) and not self._is_closed:
             with contextlib.suppress(RuntimeError):  # the event loop is closed, and with it everything
-                self._leave(self._handles)
+                self._leave(self._handles, None)
 
 
 def _nobody() -> None:

@@ -193,7 +193,8 @@ class _Answer:
             if known.status == 500:
                 logger.error("response %s failed in the background", self._builder.response["id"], exc_info=error)
             if known.code == "request_aborted":
-                self._builder.cancel()
+                self._builder.add(self._reply.rest())
+                self._builder.cancel(await self._usage())
             else:
                 self._builder.fail(known)
             self._store()

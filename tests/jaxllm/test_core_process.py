@@ -281,7 +281,7 @@ def test_the_requests_of_a_client_that_leaves_end(rig):
         await other.close()
         await rig.until_idle()
         for stream in streams:
-            assert (await collect(stream))[0].finish_reason == "error"
+            assert (await collect(stream))[0].finish_reason == "abort"
 
     rig.run(check())
 

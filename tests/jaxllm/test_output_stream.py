@@ -13,7 +13,7 @@ class Rig:
     def __init__(self):
         self.left = []
         self.news = 0
-        self.stream = OutputStream("r", [7, 8], self.left.append)
+        self.stream = OutputStream("r", [7, 8], lambda handles, stream: self.left.append(handles))
 
     def listen(self):
         def on_news():
@@ -61,11 +61,23 @@ def test_who_closes_early_leaves_once_and_the_listener_hears_it():
     rig.push(0, "never read")
     rig.stream.close()
     assert (rig.left, rig.news) == ([[7, 8]], 2)
-    assert rig.take_all() == []
-    assert rig.stream.is_complete
-    rig.push(0, "too late")
     rig.stream.close()
-    assert (rig.left, rig.take_all()) == ([[7, 8]], [])
+    assert rig.left == [[7, 8]]
+
+
+def test_a_stream_that_was_left_still_has_what_was_made():
+    async def run():
+        rig = Rig()
+        rig.push(0, "a")
+        rig.stream.close()
+        assert [delta async for delta in rig.stream] == []
+        rig.push(0, "b", "abort")
+        assert not rig.stream.is_complete
+        rig.push(1, "", "abort")
+        assert rig.stream.is_complete
+        assert rig.take_all() == [(0, "ab", [1, 1], "abort"), (1, "", [0], "abort")]
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("pushes_first", [True, False])

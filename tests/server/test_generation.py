@@ -41,7 +41,7 @@ class Stream:
         self.request_id = request_id
         self.num_closes = 0
         self.is_complete = False
-        self.on_news = None
+        self.on_news = lambda: None
         self._script = list(script)
 
     def take(self) -> OutputDelta | None:
@@ -50,8 +50,7 @@ class Stream:
     def close(self) -> None:
         self.num_closes += 1
         self.is_complete = True
-        if self.on_news is not None:
-            self.on_news()
+        self.on_news()
 
 
 class World:
@@ -155,6 +154,43 @@ def test_an_end_that_is_no_answer_is_an_error(end, status, code, words):
             await gather(await world.start())
         world.assert_over(end.finish_reason)
         assert world.finished[0].error is not None
+
+    asyncio.run(run())
+
+
+def test_what_was_made_is_read_before_the_error_that_ends_it():
+    async def run() -> None:
+        world = World([delta(text="a"), last(finish_reason="timeout", text="b", token_ids=(1, 2))])
+        generation, texts = await world.start(), []
+        with refused(408, "timeout", "with 3 tokens made"):
+            async for new in deltas(generation):
+                texts.append((new.text, new.finish_reason))
+        assert texts == [("a", None), ("b", None)]
+        world.assert_over("timeout")
+
+    asyncio.run(run())
+
+
+def test_the_books_are_closed_when_the_engine_has_told_the_last():
+    """With all tokens of all choices, whoever reads them; one that the reader had enough of is as long as he read."""
+
+    async def run() -> None:
+        world = World([delta(0), delta(1), delta(2, token_ids=(1, 2))])
+        generation = await world.start(n=3)
+        (stream,) = world.streams
+        stream.close = lambda: None  # The engine takes its time.
+        assert generation.take().index == 0
+        generation.complete(0)
+        generation.close()
+        assert (world.finished, world.server.drain.num_active) == ([], 0)
+        rest = [last(0, "stop"), last(1, "abort", token_ids=[7] * 50), last(2, "error", token_ids=())]
+        for number, end in enumerate(rest):
+            stream._script.append(end)
+            stream.is_complete = number == 2
+            stream.on_news()
+            await asyncio.sleep(0)
+        (finished,) = world.finished
+        assert (list(finished.output_lens), finished.finish_reasons) == ([1, 51, 2], ["stop", "abort", "abort"])
 
     asyncio.run(run())
 

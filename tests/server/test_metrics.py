@@ -171,7 +171,9 @@ def test_an_engine_that_has_said_nothing_yet_is_shown_as_down():
 
 
 def test_a_request_is_counted_once_in_each_histogram():
-    metrics = Metrics(fake_llm(), ServerConfig(metrics_prefix=""))
+    llm = fake_llm()
+    metrics = Metrics(llm, ServerConfig(metrics_prefix=""))
+    llm.on_tokens(5)
     metrics.first_token(1.0, 30)
     metrics.tokens(1, None)
     metrics.tokens(4, 2.0)  # four tokens half a second apart, which came together
@@ -228,11 +230,13 @@ def test_any_worker_answers_for_all_also_for_one_that_died(tmp_path):
 
         llm = SimpleNamespace(info=SimpleNamespace(model="m"))
         metrics = Metrics(llm, ServerConfig(), Path(sys.argv[1]))
+        llm.on_tokens(7)
         metrics.first_token(0.5, 100)
         metrics.tokens(7, 0.7)
     """
-    here = Metrics(fake_llm(), ServerConfig(metrics_prefix=""), tmp_path)
-    here.tokens(3, None)
+    llm = fake_llm()
+    here = Metrics(llm, ServerConfig(metrics_prefix=""), tmp_path)
+    llm.on_tokens(3)
     for _ in range(2):
         subprocess.run([sys.executable, "-c", textwrap.dedent(script), str(tmp_path)], check=True, timeout=60)
     also_here = Metrics(fake_llm(), ServerConfig(metrics_prefix=""), tmp_path)  # the same process: the same file
