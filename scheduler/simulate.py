@@ -279,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.trace is None:
         parser.error("no trace: name a file, or see --example")
     try:
-        with open(0 if args.trace == "-" else args.trace, encoding="utf-8") as file:
+        with open(0 if args.trace == "-" else args.trace, encoding="utf-8-sig", newline="\n") as file:
             trace = read_trace(file)
         names = (*sizes, "num_pages", "num_host_pages", "return_by", "prefix_window")
         settings = {name: getattr(args, name) for name in (*names, "tpot_target_ms", "ttft_target_ms")}

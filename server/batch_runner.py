@@ -39,7 +39,8 @@ ABOUT = """\
 Runs a file of requests in OpenAI's batch format, on a server (--url) or on an engine of its own (MODEL). A line of
 INPUT is {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "body": {...}}; line n of OUTPUT is {"id":
 ..., "custom_id": ..., "response": {"status_code", "request_id", "body"}, "error": ...} for line n of INPUT. What OUTPUT
-already has is not run again. The exit code is 1 if a line has failed, and 2 if the batch had to stop."""
+already has is not run again. The exit code is 1 if a line has failed, and 2 if the batch had to stop, as
+on a full disk; the same command goes on from there."""
 
 
 class Client(Protocol):
@@ -103,10 +104,10 @@ def run(args: argparse.Namespace) -> int:
         output.close()
         raise
     try:
-        if num_before < num_lines:
-            http_client.run(_run(args, batch, output, num_lines))
+        with contextlib.closing(output):
+            if num_before < num_lines:
+                http_client.run(_run(args, batch, output, num_lines))
     finally:
-        output.close()
         was_done = f" ({num_before:,} of them before)" if num_before else ""
         note(f"{output.num_done:,} of {num_lines:,} done{was_done}, {output.num_failed:,} failed")
         if output.num_done < num_lines:
@@ -191,11 +192,9 @@ class BatchRunner:
 
     async def _answer(self, request: "BatchRequest") -> "Response | Exception":
         """The answer, or why there is none for this request. Raises JaxLLMError: there is none for any."""
-        import msgspec
-
         from jaxllm.server.http_response import TransportError
 
-        body = msgspec.json.encode(request.body)
+        body = bytes(request.body)
         first_failure: float | None = None
         for attempt in itertools.count():
             retry_after = ""

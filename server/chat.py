@@ -9,7 +9,7 @@ from jaxllm import JaxLLMError, SamplingParams
 from jaxllm.server.answer import Answer, AnswerStream, AnswerTo, Message
 from jaxllm.server.chat_session import ChatSession
 from jaxllm.server.figures import Figures
-from jaxllm.server.terminal import note, print_stream
+from jaxllm.server.terminal import OutputError, as_text, note, print_stream, show
 
 if TYPE_CHECKING:
     from jaxllm import LLM
@@ -19,6 +19,9 @@ HELP = """\
 /system TEXT  what the model is told before the conversation; without TEXT, nothing
 /exit         leave, as does Ctrl-D
 Ctrl-C        stop the answer; pressed twice, at once"""
+
+
+_BOM = "\ufeff"
 
 
 class Chat:
@@ -49,7 +52,10 @@ class Chat:
             note(f"{context}Ctrl-C stops an answer, Ctrl-D leaves; see /help.")
         while True:
             try:
-                line = input("> " if is_terminal else "").strip()
+                line = as_text(input("> " if is_terminal else "")).strip().removeprefix(_BOM)
+            except UnicodeError as error:
+                note(f"error: this line is not UTF-8: {error}")
+                continue
             except KeyboardInterrupt:
                 note("\n[Ctrl-D or /exit leaves]")
                 continue
@@ -80,11 +86,13 @@ class Chat:
             answer = print_stream(self._session.ask(text))
         except KeyboardInterrupt:
             answer = None
+        except OutputError:
+            raise
         except JaxLLMError as error:
             note(f"error: {error}")
             note("[the message was left out of the conversation; /reset begins a new one]")
             return
-        print(flush=True)
+        show("\n")
         if answer is None:
             note("[stopped]")
             return

@@ -159,7 +159,7 @@ def read_chat_template(config: "ServerConfig") -> str | None:
     if config.chat_template is None:
         return None
     try:
-        template = Path(config.chat_template).read_text(encoding="utf-8")
+        template = Path(config.chat_template).read_text(encoding="utf-8-sig")
         _variables(template)
     except (jinja2.TemplateError, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"chat_template {config.chat_template} is not a Jinja template: {error}") from error

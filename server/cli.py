@@ -21,9 +21,9 @@ from jaxllm.server.answer import Answer
 from jaxllm.server.bench import cli as bench
 from jaxllm.server.chat import Chat, answers_of
 from jaxllm.server.figures import Figures
-from jaxllm.server.options import add_options, options_from
+from jaxllm.server.options import add_options, options_from, text
 from jaxllm.server.server_config import ServerConfig
-from jaxllm.server.terminal import note, print_stream
+from jaxllm.server.terminal import note, print_stream, set_up_streams, show
 
 if TYPE_CHECKING:
     from jaxllm import LLM
@@ -36,6 +36,7 @@ PROMPT_WIDTH = 72
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns the exit code: 0, 2 after an error, 130 after Ctrl-C."""
+    set_up_streams()
     parser = make_parser()
     args, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -54,7 +55,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         note("interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # The reader of our output has left, as `head` does.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_ERROR
 
 
@@ -84,7 +84,7 @@ def make_parser() -> Parser:
     about = "Continues prompts. The texts go to stdout, everything else to stderr."
     generate = commands.add_parser("generate", help="continue prompts", description=about, allow_abbrev=False)
     generate.add_argument(
-        "-p", "--prompt", action="append", default=[], metavar="TEXT", help="may be given several times"
+        *("-p", "--prompt"), action="append", default=[], type=text, metavar="TEXT", help="may be given several times"
     )
     generate.add_argument("--prompts-file", metavar="FILE", help="a prompt on each line that is not empty; - is stdin")
     _add_common(generate, max_tokens=128)
@@ -92,7 +92,8 @@ def make_parser() -> Parser:
 
     about = "A conversation in the terminal."
     chat = commands.add_parser("chat", help="talk to a model", description=about, allow_abbrev=False)
-    chat.add_argument("--system", default="", metavar="TEXT", help="what the model is told before the conversation")
+    about = "what the model is told before the conversation"
+    chat.add_argument("--system", default="", type=text, metavar="TEXT", help=about)
     remote_chat.add_arguments(chat)
     _add_common(chat, max_tokens=None, nargs="?")
     chat.set_defaults(run=_chat, parser=chat)
@@ -139,7 +140,7 @@ def _generate(args: argparse.Namespace) -> int:
         start = time.perf_counter()
         if len(prompts) == 1:
             output = print_stream(llm.stream(prompts[0], params))
-            print(flush=True)
+            show("\n")
             if output is None:
                 raise KeyboardInterrupt
             outputs = [output]
@@ -200,16 +201,17 @@ def _engine(args: argparse.Namespace) -> "Iterator[tuple[LLM, Figures]]":
 
 def _read_prompts(name: str, parser: Parser) -> list[str]:
     try:
-        with open(0 if name == "-" else name, encoding="utf-8") as file:
-            return [line for line in file.read().splitlines() if line.strip()]
+        with open(0 if name == "-" else name, "rb", closefd=name != "-") as file:
+            content = file.read().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         parser.error(f"--prompts-file {name} cannot be read: {error}")
+    return [line for line in content.replace("\r\n", "\n").split("\n") if line.strip()]
 
 
 def _print_answers(outputs: Sequence[RequestOutput]) -> None:
     for number, output in enumerate(outputs, 1):
         prompt = textwrap.shorten(output.prompt or "", PROMPT_WIDTH, placeholder=" …")
-        print(f"--- {number} of {len(outputs)}: {prompt}\n{output.outputs[0].text}\n")
+        show(f"--- {number} of {len(outputs)}: {prompt}\n{output.outputs[0].text}\n\n")
 
 
 if __name__ == "__main__":

@@ -137,7 +137,7 @@ async def authenticate_admin(request: Request) -> Caller:
 
 def _read_json(path: str) -> dict[str, Any]:
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"api_keys_file {path!r} cannot be read: {error.strerror}") from None
     except ValueError as error:

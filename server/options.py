@@ -11,6 +11,8 @@ from itertools import pairwise
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from jaxllm.server.terminal import as_text
+
 _ENTRY = re.compile(r"^(\w+): (.*(?:\n +.*)*)", re.MULTILINE)
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
@@ -63,6 +65,14 @@ def field_docs(cls: type) -> dict[str, str]:
     return docs
 
 
+def text(given: str) -> str:
+    """The `type` of an argument that is text; those that are not may be names of files, which need not be."""
+    try:
+        return as_text(given)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{given!r} is not UTF-8") from None
+
+
 def _reading(hint: Any) -> dict[str, Any]:
     """How argparse reads a value of this type."""
     if hint is bool:
@@ -70,7 +80,8 @@ def _reading(hint: Any) -> dict[str, Any]:
     choices = get_args(hint) or (hint,)
     item_types = [get_args(choice)[0] for choice in choices if get_origin(choice) is Sequence]
     if item_types:
-        return {"action": "append", "type": item_types[0], "metavar": _METAVARS[item_types[0]]}
+        (kind,) = item_types
+        return {"action": "append", "type": text if kind is str else kind, "metavar": _METAVARS[kind]}
     (kind,) = (choice for choice in choices if choice is not NoneType)
     is_optional_number = kind is not str and NoneType in choices
     return {"type": _or_none(kind) if is_optional_number else kind, "metavar": _METAVARS[kind]}

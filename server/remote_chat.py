@@ -146,5 +146,4 @@ def _read(data: bytes, url: str) -> dict[str, Any]:
 
 
 def _show_reasoning(text: str) -> None:
-    sys.stderr.write(f"\033[2m{text}\033[22m" if sys.stderr.isatty() else text)
-    sys.stderr.flush()
+    note(f"\033[2m{text}\033[22m" if sys.stderr.isatty() else text, end="")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxllm import ConfigError, __version__
 from jaxllm.server.bench.arguments import add_arguments, refuse_what_would_be_ignored
-from jaxllm.server.terminal import note
+from jaxllm.server.terminal import note, show
 
 if TYPE_CHECKING:
     from jaxllm.server.bench.endpoint import Endpoint
@@ -56,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
     refuse_what_would_be_ignored(args)
     if args.chart:
         _check_matplotlib()
+    for path in filter(None, (args.output, args.chart)):
+        _check_writable(path)
     from jaxllm.server import http_client
 
     return http_client.run(_run(args))
@@ -87,17 +89,21 @@ async def _run_with(args: argparse.Namespace, clients: "dict[str, HttpClient]") 
         results.append(await _measure(args, load, prompts, number, label, rate, concurrency))
 
     title = f"{endpoint.model} at {client.url}{endpoint.path}, {args.workload}"
-    print(title)
-    print(table(results))
-    for result in results:
-        for warning in result.warnings():
-            note(f"warning: {result.label}: {warning}" if len(results) > 1 else f"warning: {warning}")
-    if args.output:
-        _write(args.output, _report(args, endpoint, client.url, results))
+    try:
+        show(f"{title}\n{table(results)}\n")
+        for result in results:
+            for warning in result.warnings():
+                note(f"warning: {result.label}: {warning}" if len(results) > 1 else f"warning: {warning}")
+    finally:
+        if args.output:
+            _write(args.output, _report(args, endpoint, client.url, results))
     if args.chart:
         from jaxllm.server.bench.chart import draw
 
-        draw(results, title, args.chart)
+        try:
+            draw(results, title, args.chart)
+        except OSError as error:
+            raise ConfigError(f"--chart {args.chart} cannot be written: {error}") from error
     return int(any(len(result.ok) < len(result.measured.samples) for result in results))
 
 
@@ -215,6 +221,17 @@ def _report(args: argparse.Namespace, endpoint: "Endpoint", url: str, results: "
         "options": options,
         "results": [result.as_dict() for result in results],
     }
+
+
+def _check_writable(path: Path) -> None:
+    """Before anything is measured."""
+    is_new = not path.exists()
+    try:
+        open(path, "ab").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def _write(path: Path, report: dict[str, Any]) -> None:

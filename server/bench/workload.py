@@ -74,7 +74,7 @@ def trace_requests(path: str | Path, speed: float) -> list[BenchRequest]:
     Raises ConfigError: it cannot be read; names the line.
     """
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig", newline="\n") as file:
             entries = read_trace(file)
     except (OSError, UnicodeDecodeError, TraceError) as error:
         raise ConfigError(f"the trace {path} cannot be read: {error}") from error

@@ -1,5 +1,7 @@
 import json
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -24,7 +26,7 @@ def write_lines(path: Path, *lines: object) -> Path:
 
 
 def read_lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 @pytest.fixture
@@ -219,6 +221,26 @@ def test_what_is_done_is_not_run_again_and_a_torn_line_is(run_batch, tmp_path):
         code, _, _ = run_batch(server, lines)
         assert code == 0
         assert len(server.asked) == num_before
+
+
+def test_a_full_disk_is_one_line_and_code_2_and_the_same_command_goes_on(run_batch):
+    requests, limit = [request(n) for n in range(30)], resource.getrlimit(resource.RLIMIT_FSIZE)
+    with FakeOpenAI() as server:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (6000, limit[1]))
+        try:
+            code, _, err = run_batch(server, requests)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        num_done, *lines = err.splitlines()
+        assert code == 2
+        assert re.fullmatch(r"[1-9]\d? of 30 done, 0 failed", num_done)
+        assert lines[0] == "the same command goes on from there"
+        assert re.fullmatch(r"error: .*out.jsonl cannot be written: File too large.*", lines[1])
+        assert len(lines) == 2
+        code, answers, err = run_batch(server, requests)
+        assert code == 0
+        assert f"30 of 30 done ({num_done.split()[0]} of them before), 0 failed" in err
+        assert [answer["custom_id"] for answer in answers] == [f"r{n}" for n in range(30)]
 
 
 def test_failures_of_an_earlier_run_count(run_batch):

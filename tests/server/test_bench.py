@@ -1,5 +1,6 @@
 import asyncio
 import json
+import os
 import subprocess
 import sys
 
@@ -435,6 +436,29 @@ def test_help_needs_neither_numpy_nor_an_http_client():
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert bench_cli.EXAMPLES.split()[-1] in result.stdout
+
+
+@pytest.mark.parametrize("option", ["--output", "--chart"])
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(option, tmp_path, capsys):
+    with FakeOpenAI() as server:
+        assert main(["bench", "serve", "--url", server.url, option, str(tmp_path)]) == 2
+        assert not server.asked
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("cannot be written: Is a directory")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that is full is Linux's")
+def test_figures_that_cannot_be_shown_are_in_the_file_and_the_other_way_round(tmp_path, capfd, monkeypatch):
+    options = ["--num-requests", "2", "--concurrency", "1", "--input-len", "8", "--output-len", "2"]
+    with FakeOpenAI() as server, open("/dev/full", "w") as full:
+        command = ["bench", "serve", "--url", server.url, *options, "-o"]
+        assert main([*command, "/dev/full"]) == 2
+        out, err = capfd.readouterr()
+        assert "TTFT" in out
+        assert "error: --output /dev/full cannot be written: [Errno 28] No space left on device" in err
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main([*command, str(tmp_path / "result.json")]) == 2
+    assert json.loads((tmp_path / "result.json").read_text())["results"]
 
 
 # The HTTP client and the reader of events
