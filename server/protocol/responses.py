@@ -66,7 +66,7 @@ class FunctionCallOutputItem(_Item):
     type: Literal["function_call_output"]
     call_id: Text
     output: Content
-    name: Text | None = None
+    name: Annotated[Text | None, Field(description="Changes nothing: a result has the name of its call.")] = None
     namespace: Annotated[Any, Only()] = None
     caller: Annotated[Any, Only()] = None
 
