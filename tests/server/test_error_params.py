@@ -85,15 +85,21 @@ TABLE: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
+@pytest.fixture(scope="module")
+def client(_stub_server):
+    with httpx.Client(base_url=_stub_server.url, timeout=30) as client:
+        yield client
+
+
 @pytest.mark.parametrize(("path", "body", "param"), TABLE, ids=lambda value: str(value)[:40])
-def test_the_field_to_blame_is_named_as_the_request_calls_it(stub_server, path, body, param):
-    answer = httpx.post(stub_server.url + path, json=BASES[path] | body, timeout=30)
+def test_the_field_to_blame_is_named_as_the_request_calls_it(client, path, body, param):
+    answer = client.post(path, json=BASES[path] | body)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert error["param"] == param, error["message"]
 
 
-def test_a_call_needs_tools_but_none_can_be_called_without(stub_server):
+def test_a_call_needs_tools_but_none_can_be_called_without(client):
     for path, choice in (("/v1/chat/completions", "none"), ("/v1/messages", {"type": "none"})):
-        answer = httpx.post(stub_server.url + path, json=BASES[path] | {"tool_choice": choice}, timeout=30)
+        answer = client.post(path, json=BASES[path] | {"tool_choice": choice})
         assert answer.status_code == 200, answer.text

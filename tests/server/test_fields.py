@@ -89,8 +89,8 @@ def chat_call(name: str, value: str) -> tuple[Body, Body]:
 CALL_TEXT = '!say:<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 STREAMED = {"stream": True}
 CHAT = samples(
-    ChatRequest, **SAMPLING, **VLLM, n=2, max_completion_tokens=({"max_tokens": None}, {"max_tokens": None,
-    "max_completion_tokens": 2}), max_tokens=2, logprobs=True, reasoning_effort="low", chat_template="x",
+    ChatRequest, **SAMPLING, **VLLM, n=2, max_completion_tokens=({"max_tokens": None, "max_completion_tokens": 3},
+    {"max_tokens": None, "max_completion_tokens": 2}), max_tokens=2, logprobs=True, reasoning_effort="low", chat_template="x",
     top_logprobs=({"logprobs": True}, {"logprobs": True, "top_logprobs": 2}),
     tool_choice=({"tools": CHAT_TOOL}, {"tools": CHAT_TOOL, "tool_choice": "none"}),
     parallel_tool_calls=({"tools": CHAT_TOOL, "messages": [SAID | {"content": CALL_TEXT * 2}], "max_tokens": 200},
@@ -241,11 +241,12 @@ def observe(stub_server, monkeypatch):
 
     def observe(path: str, body: Body) -> Any:
         asked.clear()
-        answer = httpx.post(stub_server.url + path, json=body, timeout=30)
+        answer = client.post(path, json=body)
         events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
         return answer.status_code, list(asked), [stable(json.loads(event)) for event in events or [answer.text]]
 
-    return observe
+    with httpx.Client(base_url=stub_server.url, timeout=30) as client:
+        yield observe
 
 
 @pytest.mark.parametrize("model", BASES, ids=lambda model: model.__name__)
@@ -269,8 +270,9 @@ def test_every_field_changes_something(observe, model):
 @pytest.mark.parametrize("model", BASES, ids=lambda model: model.__name__)
 def test_what_is_not_supported_is_refused_by_its_name(stub_server, model):
     path, base = BASES[model]
-    for name, field in model.model_fields.items():
-        if any(isinstance(extra, Only) for extra in field.metadata):
-            answer = httpx.post(stub_server.url + path, json=base | {name: {"odd": 1}})
-            assert answer.status_code == 400, name
-            assert answer.json()["error"]["param"] == name
+    with httpx.Client(base_url=stub_server.url) as client:
+        for name, field in model.model_fields.items():
+            if any(isinstance(extra, Only) for extra in field.metadata):
+                answer = client.post(path, json=base | {name: {"odd": 1}})
+                assert answer.status_code == 400, name
+                assert answer.json()["error"]["param"] == name
