@@ -52,7 +52,7 @@ class ChatAnswer:
             call,
             _messages(body),
             body.to_sampling_params(),
-            tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()] if body.may_call_tools else (),
+            tools=[tool.for_template() for tool in body.tools or ()] if body.may_call_tools else (),
             template=body.chat_template,
             template_kwargs=body.template_kwargs(),
             parallel_tool_calls=body.parallel_tool_calls is not False,

@@ -11,6 +11,7 @@ from jaxllm.server.api_errors import ApiError
 from jaxllm.server.call import Call
 from jaxllm.server.generation import Generation
 from jaxllm.server.parsers import (
+    TOOL_CALL_PARSERS,
     ContentPart,
     ReasoningPart,
     ReplyParser,
@@ -100,10 +101,10 @@ async def start_replies(
     Raises what `ChatTemplates.render` and `Generation.start` do, and ApiError 400 for tools whose calls nobody would
     find.
     """
-    check_tools(server, tools)
     prompt, token_ids = await server.templates.render(
         messages, tools=tools or None, template=template, kwargs=template_kwargs or {}
     )
+    check_tools(server, tools)
     tool_call_parser, reasoning_parser = server.parsers
     if needs_special_tokens(tool_call_parser if tools else None, reasoning_parser, server.llm.tokenizer):
         params = replace(params, skip_special_tokens=False)
@@ -134,11 +135,19 @@ async def start_replies(
 
 
 def check_tools(server: "Server", tools: Sequence[Any]) -> None:
-    """Raises ApiError 400 if calls of these tools would not be found in the model's text."""
-    if tools and server.parsers[0] is None:
-        raise ApiError(
-            400,
-            "this server cannot tell this model's tool calls from its text; leave tools out, or start the server with "
-            "--tool-call-parser",
-            param="tools",
+    """Raises ApiError 400 if calls of these tools, of which the template tells the model, would not be found in the
+    model's text."""
+    if not tools or server.parsers[0] is not None:
+        return
+    if server.config.tool_call_parser is None:
+        message = (
+            "this server looks for no tool calls (--tool-call-parser none); leave tools out, or start it without that "
+            "option"
         )
+    else:
+        known = ", ".join(TOOL_CALL_PARSERS)
+        message = (
+            f"this model's chat template writes tool calls in none of the known formats ({known}), so that none would "
+            "be found in its text; leave tools out, or start the server with --tool-call-parser and one of them"
+        )
+    raise ApiError(400, message, param="tools")

@@ -142,6 +142,7 @@ class _Supervisor:
         try:
             worker = self._workers[0]
             app = worker.make_app(llm, self._board)
+            self._log_parsers(app.state.server.parsers)
             told = asyncio.create_task(self._log_start())
             if len(self._workers) == 1:
                 await worker.serve(app)
@@ -197,6 +198,16 @@ class _Supervisor:
             seconds, info.model, device, info.dtype, f"{info.max_model_len:,}", f"{info.num_pages - 1:,}",
             info.page_size,
         )  # fmt: skip
+
+    def _log_parsers(self, parsers: tuple[str | None, str | None]) -> None:
+        """A request with tools is refused where there is none for their calls."""
+        asked = (self._config.tool_call_parser, self._config.reasoning_parser)
+        options = ("--tool-call-parser", "--reasoning-parser")
+        shown = [
+            f"{option} {parser or 'none'}" + " (by the chat template)" * (wanted == "auto")
+            for option, parser, wanted in zip(options, parsers, asked, strict=True)
+        ]
+        logger.info("in the model's text are found: %s", ", ".join(shown))
 
     async def _log_start(self) -> None:
         """Says where, once all API workers serve."""

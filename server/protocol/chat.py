@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, model_validator
 
 from jaxllm import SamplingParams
+from jaxllm.server.protocol.function_tool import Strict, function_for_template
 from jaxllm.server.protocol.logprobs import ChatLogprobs
 from jaxllm.server.protocol.sampling import (
     MAX_TOP_LOGPROBS,
@@ -100,12 +101,15 @@ class Function(RequestModel):
     name: Annotated[Text, Field(min_length=1, max_length=256)]
     description: Text | None = None
     parameters: Annotated[dict[str, Any] | None, Field(description="A JSON schema.")] = None
-    strict: Annotated[Any, Only(False, hint="arguments are not forced into the schema yet")] = None
+    strict: Strict = None
 
 
 class Tool(RequestModel):
     type: Literal["function"]
     function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        return function_for_template(self.function.name, self.function.description, self.function.parameters)
 
 
 class ChatRequest(SamplingFields):

@@ -7,6 +7,7 @@ from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 from jaxllm import SamplingParams
 from jaxllm.server.conversation import Conversation
+from jaxllm.server.protocol.function_tool import Strict, function_for_template
 from jaxllm.server.protocol.sampling import (
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
@@ -136,15 +137,13 @@ class Tool(RequestModel):
     input_schema: Annotated[dict[str, Any], Field(description="A JSON schema.")]
     cache_control: CacheControl = None
     eager_input_streaming: Annotated[bool | None, Field(description="Changes nothing: inputs always are.")] = None
-    strict: Annotated[Any, Only(False, hint="inputs are not forced into the schema yet")] = None
+    strict: Strict = None
     defer_loading: Annotated[Any, Only(False)] = None
     allowed_callers: Annotated[Any, Only(["direct"])] = None
     input_examples: Annotated[Any, Only([])] = None
 
     def for_template(self) -> dict[str, Any]:
-        """In the form of chat completions, which chat templates read."""
-        function = {"name": self.name, "description": self.description or "", "parameters": self.input_schema}
-        return {"type": "function", "function": function}
+        return function_for_template(self.name, self.description, self.input_schema)
 
 
 class ToolChoice(RequestModel):

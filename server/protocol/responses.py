@@ -6,6 +6,7 @@ from pydantic import AfterValidator, BaseModel, Discriminator, Field, Tag, model
 
 from jaxllm import SamplingParams
 from jaxllm.server.conversation import Conversation, parsed_arguments
+from jaxllm.server.protocol.function_tool import Strict, function_for_template
 from jaxllm.server.protocol.sampling import (
     Items,
     Metadata,
@@ -124,16 +125,14 @@ class FunctionTool(RequestModel):
     parameters: Annotated[dict[str, Any] | None, AfterValidator(_check_json), Field(description="A JSON schema.")] = (
         None
     )
-    strict: Annotated[Any, Only(False, hint="arguments are not forced into the schema yet")] = None
+    strict: Strict = None
     defer_loading: Annotated[Any, Only(False)] = None
     allowed_callers: Annotated[Any, Only(["direct"])] = None
     output_schema: Annotated[Any, Only()] = None
     async_: Annotated[Any, Only(False), Field(alias="async")] = None
 
     def for_template(self) -> dict[str, Any]:
-        """In the form of chat completions, which chat templates read."""
-        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
-        return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
+        return function_for_template(self.name, self.description, self.parameters)
 
 
 class Reasoning(RequestModel):
@@ -151,24 +150,15 @@ class TextFormat(RequestModel):
     verbosity: Annotated[Any, Only("medium")] = None
 
 
-class ResponseRequest(SamplingFields):
-    """The body of POST /v1/responses."""
+class InputTokensRequest(RequestModel):
+    """The body of POST /v1/responses/input_tokens."""
 
-    input: Input
+    model: Annotated[Text | None, Field(description="One of /v1/models.")] = None
+    input: Input | None = None
     instructions: Annotated[
         Text | None, Field(description="A system message of this request only: it is not kept for later ones.")
     ] = None
     previous_response_id: Annotated[Text | None, Field(description="The conversation that this continues.")] = None
-    store: Annotated[
-        bool | None, Field(description="Keep the response for previous_response_id. Default: true, where any are kept.")
-    ] = None
-    background: Annotated[
-        bool | None, Field(description="Answer at once; ask for the response, or cancel it, by its id.")
-    ] = None
-    max_output_tokens: Annotated[
-        int | None,
-        Field(ge=1, le=2**31 - 1, description="The default fills the context, if the operator sets no other."),
-    ] = None
     tools: Items[FunctionTool] | None = None
     tool_choice: Annotated[
         Any,
@@ -181,10 +171,65 @@ class ResponseRequest(SamplingFields):
     ] = None
     reasoning: Reasoning | None = None
     text: TextFormat | None = None
-    stream_options: StreamOptions | None = None
     chat_template_kwargs: Annotated[
         dict[str, Any] | None, Field(description="Variables of the chat template, as enable_thinking.")
     ] = None
+
+    truncation: Annotated[Any, Only("disabled", hint="a conversation that is too long is refused")] = None
+    conversation: Annotated[Any, Only(hint="use previous_response_id")] = None
+    personality: Annotated[Any, Only()] = None
+
+    @property
+    def param_names(self) -> dict[str, str]:
+        """What this body calls what an error blames, where that is not its name in `SamplingParams`."""
+        names = {"prompt": "input", "max_tokens": "max_output_tokens"}
+        if self.reasoning is not None and self.reasoning.effort is not None:
+            names["chat_template_kwargs.reasoning_effort"] = "reasoning.effort"
+        return names
+
+    @property
+    def may_call_tools(self) -> bool:
+        """Whether the model is told of tools, and its text searched for calls."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    def tools_for_template(self) -> list[dict[str, Any]]:
+        return [tool.for_template() for tool in self.tools or ()] if self.may_call_tools else []
+
+    def add_to(self, conversation: Conversation) -> None:
+        """Appends the input. Raises ValueError naming the item that does not fit."""
+        if self.input is None:
+            return None
+        if isinstance(self.input, str):
+            return conversation.say("user", self.input)
+        for number, item in enumerate(self.input):
+            try:
+                item.add_to(conversation)
+            except ValueError as error:
+                raise ValueError(f"input[{number}]: {error}") from error
+        return None
+
+    def template_kwargs(self) -> dict[str, Any]:
+        """The further variables of the chat template."""
+        effort = self.reasoning.effort if self.reasoning else None
+        return ({} if effort is None else {"reasoning_effort": effort}) | (self.chat_template_kwargs or {})
+
+
+class ResponseRequest(SamplingFields, InputTokensRequest):
+    """The body of POST /v1/responses."""
+
+    model: Annotated[Text, Field(description="One of /v1/models.")]
+    input: Input
+    store: Annotated[
+        bool | None, Field(description="Keep the response for previous_response_id. Default: true, where any are kept.")
+    ] = None
+    background: Annotated[
+        bool | None, Field(description="Answer at once; ask for the response, or cancel it, by its id.")
+    ] = None
+    max_output_tokens: Annotated[
+        int | None,
+        Field(ge=1, le=2**31 - 1, description="The default fills the context, if the operator sets no other."),
+    ] = None
+    stream_options: StreamOptions | None = None
     metadata: Annotated[Metadata | None, Field(description="The client's own; comes back with the response.")] = None
     safety_identifier: Annotated[Text | None, Field(description="The client's own; changes nothing.")] = None
     prompt_cache_key: Annotated[
@@ -194,12 +239,10 @@ class ResponseRequest(SamplingFields):
     n: Annotated[Any, Only(1, hint="a response is one answer")] = None
     include: Annotated[Any, Only([], hint="nothing more can be included")] = None
     top_logprobs: Annotated[Any, Only(0, hint="use /v1/chat/completions for log-probabilities")] = None
-    truncation: Annotated[Any, Only("disabled", hint="a conversation that is too long is refused")] = None
     service_tier: Annotated[Any, Only("auto", "default", hint="there are no tiers; see priority")] = None
     prompt_cache_retention: Annotated[Any, Only("in_memory")] = None
     prompt_cache_options: Annotated[Any, Only()] = None
     prompt: Annotated[Any, Only(hint="prompts are not stored")] = None
-    conversation: Annotated[Any, Only(hint="use previous_response_id")] = None
     context_management: Annotated[Any, Only()] = None
     max_tool_calls: Annotated[Any, Only(hint="there are no built-in tools")] = None
     background_options: Annotated[Any, Only()] = None
@@ -221,38 +264,14 @@ class ResponseRequest(SamplingFields):
             raise contradiction("stream_options.include_usage", message)
         return self
 
-    @property
-    def param_names(self) -> dict[str, str]:
-        """What this body calls what an error blames, where that is not its name in `SamplingParams`."""
-        names = {"prompt": "input", "max_tokens": "max_output_tokens"}
-        if self.reasoning is not None and self.reasoning.effort is not None:
-            names["chat_template_kwargs.reasoning_effort"] = "reasoning.effort"
-        return names
-
-    @property
-    def may_call_tools(self) -> bool:
-        """Whether the model is told of tools, and its text searched for calls."""
-        return bool(self.tools) and self.tool_choice != "none"
-
-    def add_to(self, conversation: Conversation) -> None:
-        """Appends the input. Raises ValueError naming the item that does not fit."""
-        if isinstance(self.input, str):
-            return conversation.say("user", self.input)
-        for number, item in enumerate(self.input):
-            try:
-                item.add_to(conversation)
-            except ValueError as error:
-                raise ValueError(f"input[{number}]: {error}") from error
-        return None
-
-    def template_kwargs(self) -> dict[str, Any]:
-        """The further variables of the chat template."""
-        effort = self.reasoning.effort if self.reasoning else None
-        return ({} if effort is None else {"reasoning_effort": effort}) | (self.chat_template_kwargs or {})
-
     def to_sampling_params(self) -> SamplingParams:
         """Raises InvalidRequestError where fields contradict."""
         return self.sampling_params(max_tokens=self.max_output_tokens, logprobs=None)
+
+
+class InputTokens(BaseModel):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
 
 
 class OutputText(BaseModel):

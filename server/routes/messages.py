@@ -54,10 +54,10 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> TokensCoun
     server: Server = request.app.state.server
     server.check_model(body.model)
     tools = body.tools_for_template()
-    check_tools(server, tools)
     kwargs = _template_kwargs(server, body)
     with blamed_as(body.param_names):
         _, token_ids = await server.templates.render(_messages(body), tools=tools or None, kwargs=kwargs)
+    check_tools(server, tools)
     return TokensCount(input_tokens=len(token_ids))
 
 

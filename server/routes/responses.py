@@ -7,18 +7,26 @@ import time
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from fastapi import APIRouter, Depends, Query, Request
+from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.responses import Response
 
 from jaxllm import OutputDelta, SamplingParams
-from jaxllm.server.api_errors import ApiError, blamed_as, shown
+from jaxllm.server.api_errors import ApiError, blamed_as
 from jaxllm.server.call import CALL_HEADERS, Call, read_call
 from jaxllm.server.conversation import Conversation
 from jaxllm.server.deltas import deltas
 from jaxllm.server.event_stream import EVENT_STREAM, EventStream
 from jaxllm.server.keys import Caller, authenticate
-from jaxllm.server.protocol.responses import DeletedResponse, ResponseObject, ResponseRequest
-from jaxllm.server.reply import Reply, start_replies
+from jaxllm.server.protocol.responses import (
+    DeletedResponse,
+    InputTokens,
+    InputTokensRequest,
+    ResponseObject,
+    ResponseRequest,
+)
+from jaxllm.server.reply import Reply, check_tools, start_replies
 from jaxllm.server.response_builder import ResponseBuilder
+from jaxllm.server.response_input import ResponseInput, find_response
 from jaxllm.server.response_store import StoredResponse
 from jaxllm.server.streaming import encode_json
 
@@ -30,7 +38,17 @@ router = APIRouter(tags=["generation"])
 
 _CANCEL_TIMEOUT_S = 10.0
 _POLL_S = 0.01
+_ID_PREFIX = "resp_"
 _in_background: set[asyncio.Task[None]] = set()  # The event loop itself does not keep tasks alive.
+
+
+class _ResponseId(StringConvertor):
+    """Other paths under /v1/responses, which OpenAI's API may have and this server has not, are no responses."""
+
+    regex = f"{_ID_PREFIX}[^/]+"
+
+
+register_url_convertor("response_id", _ResponseId())
 
 
 @router.post("/v1/responses", response_model=ResponseObject, responses=EVENT_STREAM, openapi_extra=CALL_HEADERS)
@@ -51,7 +69,22 @@ async def create_response(
     return _json(await answer.whole())
 
 
-@router.get("/v1/responses/{response_id}", response_model=ResponseObject)
+@router.post("/v1/responses/input_tokens")
+async def count_input_tokens(
+    body: InputTokensRequest, request: Request, caller: Annotated[Caller, Depends(authenticate)]
+) -> InputTokens:
+    """How many tokens a request of /v1/responses gives the model to read."""
+    server: Server = request.app.state.server
+    if body.model is not None:
+        server.check_model(body.model)
+    messages, tools = ResponseInput(server, caller, body).messages, body.tools_for_template()
+    with blamed_as(body.param_names):
+        _, token_ids = await server.templates.render(messages, tools=tools or None, kwargs=body.template_kwargs())
+    check_tools(server, tools)
+    return InputTokens(object="response.input_tokens", input_tokens=len(token_ids))
+
+
+@router.get("/v1/responses/{response_id:response_id}", response_model=ResponseObject)
 async def get_response(
     response_id: str,
     request: Request,
@@ -64,28 +97,28 @@ async def get_response(
     for name, value in {"stream": stream, "starting_after": starting_after, "include": include}.items():
         if value:
             raise ApiError(400, f"{name} is not supported here: events can be had only while they happen", param=name)
-    return _json(_find(request.app.state.server, caller, response_id).response)
+    return _json(find_response(request.app.state.server, caller, response_id).response)
 
 
-@router.delete("/v1/responses/{response_id}")
+@router.delete("/v1/responses/{response_id:response_id}")
 async def delete_response(
     response_id: str, request: Request, caller: Annotated[Caller, Depends(authenticate)]
 ) -> DeletedResponse:
     """Forgets a response. Those that went on from it stay as they are."""
     server: Server = request.app.state.server
-    if _find(server, caller, response_id).response["status"] == "in_progress":
+    if find_response(server, caller, response_id).response["status"] == "in_progress":
         raise ApiError(400, f"response {response_id!r} is still being made; cancel it first", param="response_id")
     server.responses.delete(caller.tenant, response_id)
     return DeletedResponse(id=response_id, object="response.deleted", deleted=True)
 
 
-@router.post("/v1/responses/{response_id}/cancel", response_model=ResponseObject)
+@router.post("/v1/responses/{response_id:response_id}/cancel", response_model=ResponseObject)
 async def cancel_response(
     response_id: str, request: Request, caller: Annotated[Caller, Depends(authenticate)]
 ) -> Response:
     """Ends a response that is being made in the background. One that has ended stays as it is."""
     server: Server = request.app.state.server
-    response = _find(server, caller, response_id).response
+    response = find_response(server, caller, response_id).response
     if not response["background"]:
         raise ApiError(
             400,
@@ -97,7 +130,7 @@ async def cancel_response(
     while response["status"] == "in_progress" and time.monotonic() < deadline:
         await server.llm.abort(response_id)
         await asyncio.sleep(_POLL_S)
-        response = _find(server, caller, response_id).response
+        response = find_response(server, caller, response_id).response
     return _json(response)
 
 
@@ -125,30 +158,23 @@ class _Answer:
     @classmethod
     async def start(cls, server: "Server", request: Request, call: Call, body: ResponseRequest) -> "_Answer":
         """Returns when the engine has taken the request in. Raises ApiError and InvalidRequestError if it cannot."""
-        conversation = Conversation(_earlier_messages(server, call.caller, body.previous_response_id))
-        try:
-            body.add_to(conversation)
-        except ValueError as error:
-            raise ApiError(400, str(error), param="input") from error
-        messages = conversation.messages
-        if body.instructions is not None:
-            messages = [{"role": "system", "content": body.instructions}, *messages]
+        input_ = ResponseInput(server, call.caller, body)
         params = body.to_sampling_params()
         response = _new_response(server, body, params)
         (reply,) = await start_replies(
             server,
             request,
             call,
-            messages,
+            input_.messages,
             params,
-            tools=[tool.for_template() for tool in body.tools or ()] if body.may_call_tools else (),
+            tools=body.tools_for_template(),
             template_kwargs=body.template_kwargs(),
             parallel_tool_calls=body.parallel_tool_calls is not False,
             cache_salt=body.cache_salt or "",
             request_id=response["id"],
             is_streamed=bool(body.stream),
         )
-        return cls(server, call.caller, conversation, reply, ResponseBuilder(response))
+        return cls(server, call.caller, input_.conversation, reply, ResponseBuilder(response))
 
     async def whole(self) -> dict[str, Any]:
         """Waits for the end. Raises what `Generation.take` does."""
@@ -220,34 +246,6 @@ class _Answer:
         return self._server.responses.put(self._caller.tenant, stored)
 
 
-def _earlier_messages(server: "Server", caller: Caller, response_id: str | None) -> list[dict[str, Any]]:
-    if response_id is None:
-        return []
-    stored = _find(server, caller, response_id, param="previous_response_id")
-    status = stored.response["status"]
-    if status not in ("completed", "incomplete"):
-        raise ApiError(
-            400,
-            f"response {response_id!r} is {status}; a conversation goes on from one that is completed or incomplete",
-            param="previous_response_id",
-        )
-    return stored.messages
-
-
-def _find(server: "Server", caller: Caller, response_id: str, *, param: str = "response_id") -> StoredResponse:
-    """Raises ApiError 404: the caller's tenant has no such response."""
-    stored = server.responses.get(caller.tenant, response_id)
-    if stored is not None:
-        return stored
-    if limit := server.responses.max_responses:
-        kept = f"the {limit:,} used last are kept, unless they had store: false"
-    else:
-        kept = "this server keeps none (--max-stored-responses 0)"
-    raise ApiError(
-        404, f"there is no response {shown(response_id)} here; {kept}", param=param, code="response_not_found"
-    )
-
-
 def _new_response(server: "Server", body: ResponseRequest, params: SamplingParams) -> dict[str, Any]:
     """A response without output. Raises ApiError 400 if it is to be stored and this server stores none."""
     can_store = server.responses.max_responses > 0
@@ -258,7 +256,7 @@ def _new_response(server: "Server", body: ResponseRequest, params: SamplingParam
         )
     effort = body.reasoning.effort if body.reasoning else None
     return {
-        "id": f"resp_{secrets.token_hex(16)}",
+        "id": f"{_ID_PREFIX}{secrets.token_hex(16)}",
         "object": "response",
         "created_at": int(time.time()),
         "completed_at": None,

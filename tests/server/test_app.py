@@ -186,6 +186,20 @@ def test_unknown_paths_and_methods_have_errors_of_the_same_shape(client):
     assert error_of(answer)["message"] == "there is no GET /tokenize here; it takes POST"
 
 
+def test_what_is_neither_a_response_nor_a_model_takes_no_get(client, stub_server):
+    """A path under that of an id is unknown, unless it is an id."""
+    for path in ("/v1/responses/compact", "/v1/responses/resp_1/input_items", "/v1/models/gpt-4", "/v1/models/stub/x"):
+        answer = client.post(path, json={})
+        assert answer.status_code == 404, path
+        assert "allow" not in answer.headers
+        assert "it takes" not in error_of(answer)["message"]
+    assert client.get("/v1/responses/compact").status_code == 404
+    for path, methods in (("/v1/responses/resp_1", "GET"), ("/v1/models/stub", "GET")):
+        answer = client.post(path, json={})
+        assert answer.status_code == 405
+        assert methods in answer.headers["allow"]
+
+
 def test_errors_under_messages_have_anthropics_shape(client):
     message = "there is no GET /v1/messages/nothing here"
     answer = client.get("/v1/messages/nothing")

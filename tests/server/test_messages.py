@@ -369,7 +369,6 @@ def test_whether_to_think_is_left_to_the_template(client):
         ({"tool_choice": {"type": "any"}}, "tool_choice.type"),
         ({"tool_choice": {"type": "tool", "name": "weather"}}, "tool_choice.type"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, r"tools\[0\]"),
-        ({"tools": [TOOLS[0] | {"strict": True}]}, r"tools\[0\].strict"),
         ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking"),
         ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_config.format"),
         ({"output_config": {"effort": "high"}}, "reasoning_effort"),

@@ -98,6 +98,30 @@ def test_an_answer_has_text_usage_and_what_was_asked(client):
     assert response.usage.output_tokens_details.reasoning_tokens == 0
 
 
+def test_the_tokens_of_an_input_are_counted_before_it_is_sent(client):
+    items: list[Any] = [
+        {"role": "user", "content": "a"},
+        {"role": "developer", "content": [{"type": "input_text", "text": "b"}]},
+    ]
+    for more in (
+        {"input": "x"},
+        {"input": items, "tools": TOOLS, "tool_choice": "auto", "parallel_tool_calls": True},
+        {"input": items, "tools": TOOLS, "tool_choice": "none", "instructions": "Be brief.", "truncation": "disabled"},
+        {"input": "x", "extra_body": {"chat_template_kwargs": {"enable_thinking": True}}},
+    ):
+        count = client.responses.input_tokens.count(model="stub", **more)
+        response = client.responses.create(model="stub", max_output_tokens=1, **more)
+        assert (count.object, count.input_tokens) == ("response.input_tokens", response.usage.input_tokens)
+        body: Any = {"previous_response_id": response.id, "input": "more"}
+        then = client.responses.create(model="stub", max_output_tokens=1, **body)
+        assert client.responses.input_tokens.count(**body).input_tokens == then.usage.input_tokens
+    for bad in ({}, {"input": "x", "conversation": "conv_1"}, {"input": "x", "frobnicate": 1}):
+        with pytest.raises(openai.BadRequestError):
+            client.responses.input_tokens.count(extra_body=bad)
+    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt'"):
+        client.responses.input_tokens.count(model="gpt", input="x")
+
+
 def test_input_may_be_items(client):
     response = client.responses.create(
         model="stub",
@@ -344,7 +368,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"input": []}, "input", "at least 1"),
     ({"input": [{"role": "user", "content": "x", "name": "y"}]}, "input", "name is not supported"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
-    ({"tools": [TOOLS[0] | {"strict": True}]}, "tools[0].strict", "only false or null"),
     ({"tool_choice": "required"}, "tool_choice", "cannot be forced"),
     ({"tool_choice": {"type": "function", "name": "weather"}}, "tool_choice", "cannot be forced"),
     ({"text": {"format": {"type": "json_object"}}}, "text.format", "forced formats"),

@@ -37,6 +37,7 @@ def test_it_says_what_it_does(run_serve):
     assert f"loading {server.processes[0].cmdline()[-1].split(chr(39))[3]}" in log
     assert "the engine is ready after" in log
     assert "context of 2,048 tokens, 2,048 pages of 16 tokens" in log
+    assert "--tool-call-parser hermes (by the chat template), --reasoning-parser none (by the chat template)" in log
     assert f"serving at {server.url}/v1, with a page at {server.url}/; no API key is asked for" in log
     server.signal()
     assert server.wait() == 0
