@@ -21,8 +21,8 @@ from jaxllm.pallas_kernels.ragged_paged_attention import (
 from jaxllm.pallas_kernels.ragged_paged_attention.gpu_softmax import LOG2_E, ROWS, Ref, Scores
 from jaxllm.pallas_kernels.ragged_paged_attention.gpu_work import StepRows, Unit
 from jaxllm.pallas_kernels.ragged_paged_attention.pages import kv_cache_shape as kv_cache_shape
+from jaxllm.pallas_kernels.ragged_paged_attention.pages import new_tokens
 from jaxllm.pallas_kernels.ragged_paged_attention.pages import pages_from_tokens as pages_from_tokens
-from jaxllm.pallas_kernels.ragged_paged_attention.pages import to_cache_dtype
 from jaxllm.pallas_kernels.ragged_paged_attention.pages import tokens_from_pages as tokens_from_pages
 from jaxllm.pallas_kernels.ragged_paged_attention.pages import validate as validate_layout
 
@@ -73,7 +73,7 @@ def ragged_paged_attention(
     # What kernels read must lie at a multiple of 16 bytes, as a result does and a part of another array need not. So
     # table and scales go through an operation that changes nothing.
     rows = gpu_work.StepRows(kv_lens_S, jnp.maximum(page_table_SP, 0), cu_q_lens, num_seqs)
-    narrow = [to_cache_dtype(k_TKH, k_scale_K, kv_pages.dtype), to_cache_dtype(v_TKH, v_scale_K, kv_pages.dtype)]
+    narrow = new_tokens(k_TKH, v_TKH, k_scale_K, v_scale_K, kv_pages.dtype)
     # References, so that kernels write where they are.
     pages = jax.new_ref(kv_pages)
     slots_T = gpu_write.slots_of_tokens(rows, q_TNH.shape[0], pages)

@@ -34,7 +34,26 @@ def validate(q_TNH: Array, k_TKH: Array, kv_pages: Array, page_table_SP: Array) 
         )
 
 
-def to_cache_dtype(x_TKH: Array, scale_K: Array | None, dtype: jnp.dtype) -> Array:
+def new_tokens(
+    k_TKH: Array, v_TKH: Array, k_scale_K: Array | None, v_scale_K: Array | None, dtype: jnp.dtype
+) -> tuple[Array, Array]:
+    """The step's K and V as the cache takes them, [T, K, H] each.
+
+    A value that is NaN or infinite would reach tokens that do not see it: they weigh it by zero, and zero times NaN is
+    NaN. It becomes 0, with NaN in its key, so that who sees it has NaN, and nobody else. (int8 knows no NaN.)
+    """
+    narrow_k_TKH, narrow_v_TKH = _to_cache_dtype(k_TKH, k_scale_K, dtype), _to_cache_dtype(v_TKH, v_scale_K, dtype)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return narrow_k_TKH, narrow_v_TKH
+    # 8-bit floats are cut off where they end, 16-bit ones overflow when they are made.
+    is_sound_TKH = jnp.isfinite(v_TKH if dtype.itemsize == 1 else narrow_v_TKH)
+    return (
+        jnp.where(is_sound_TKH, narrow_k_TKH, jnp.array(jnp.nan, dtype)),
+        jnp.where(is_sound_TKH, narrow_v_TKH, jnp.zeros((), dtype)),
+    )
+
+
+def _to_cache_dtype(x_TKH: Array, scale_K: Array | None, dtype: jnp.dtype) -> Array:
     """x / scale in the cache's dtype: rounded and clipped for int8, clipped to the finite range for fp8."""
     x_TKH = x_TKH.astype(jnp.float32)
     if scale_K is not None:

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxllm.pallas_kernels.ragged_paged_attention.pages import from_cache_dtype, to_cache_dtype
+from jaxllm.pallas_kernels.ragged_paged_attention.pages import from_cache_dtype, new_tokens
 from jaxllm.pallas_kernels.ragged_paged_attention.pages import kv_cache_shape as kv_cache_shape
 from jaxllm.pallas_kernels.ragged_paged_attention.pages import pages_from_tokens as pages_from_tokens
 from jaxllm.pallas_kernels.ragged_paged_attention.pages import tokens_from_pages as tokens_from_pages
@@ -42,10 +42,7 @@ def ragged_paged_attention(
     # Write: padding tokens go to a page that does not exist, and are dropped.
     page_T = page_table_SP[seq_T, jnp.clip(position_T // page_size, 0, P - 1)]
     page_T = jnp.where(is_real_T, page_T, num_pages)
-    kv_T2KH = jnp.concatenate(
-        [to_cache_dtype(k_TKH, k_scale_K, kv_pages.dtype), to_cache_dtype(v_TKH, v_scale_K, kv_pages.dtype)],
-        axis=1,
-    )
+    kv_T2KH = jnp.concatenate(new_tokens(k_TKH, v_TKH, k_scale_K, v_scale_K, kv_pages.dtype), axis=1)
     kv_pages = kv_pages.at[page_T, :, position_T % page_size].set(kv_T2KH, mode="drop")
 
     # No sink is one of no weight.

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxllm.pallas_kernels.ragged_paged_attention import tpu_blocks, tpu_chip
-from jaxllm.pallas_kernels.ragged_paged_attention.pages import to_cache_dtype
+from jaxllm.pallas_kernels.ragged_paged_attention.pages import new_tokens
 from jaxllm.pallas_kernels.ragged_paged_attention.tpu_chunks import Chunks
 from jaxllm.pallas_kernels.ragged_paged_attention.tpu_decode import Decode
 from jaxllm.pallas_kernels.ragged_paged_attention.tpu_layout import NUM_LANES, NUM_SUBLANES, Layout, round_up
@@ -131,9 +131,7 @@ def ragged_paged_attention(
         blocks = tpu_blocks.choose(layout, tpu_chip.name())
 
     q_TNH = attention.scale(q_TNH, None if k_scale_K is None else jnp.repeat(k_scale_K, N // K))
-    tiles = layout.tiles(
-        to_cache_dtype(k_TKH, k_scale_K, kv_pages.dtype), to_cache_dtype(v_TKH, v_scale_K, kv_pages.dtype)
-    )
+    tiles = layout.tiles(*new_tokens(k_TKH, v_TKH, k_scale_K, v_scale_K, kv_pages.dtype))
     table = jnp.pad(page_table_SP, ((0, 0), (0, -P % NUM_LANES))).reshape(S, -1, NUM_LANES)
     if decode_only:
         rows = Rows(kv_lens_S, cu_q_lens, num_seqs, jnp.arange(S, dtype=jnp.int32), num_seqs, None, None)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxllm.pallas_kernels.ragged_paged_attention.pages import from_cache_dtype, to_cache_dtype
+from jaxllm.pallas_kernels.ragged_paged_attention.pages import from_cache_dtype, new_tokens
 from jaxllm.pallas_kernels.ragged_paged_attention.pages import kv_cache_shape as kv_cache_shape
 from jaxllm.pallas_kernels.ragged_paged_attention.pages import pages_from_tokens as pages_from_tokens
 from jaxllm.pallas_kernels.ragged_paged_attention.pages import tokens_from_pages as tokens_from_pages
@@ -97,13 +97,7 @@ def _write(
     A scatter would do the same in one operation, but XLA on CPU widens a whole 16-bit cache to float32 for it.
     """
     T, page_size = k_TKH.shape[0], kv_pages.shape[2]
-    kv_T2KH = jnp.concatenate(
-        [
-            to_cache_dtype(k_TKH, options.k_scale_K, kv_pages.dtype),
-            to_cache_dtype(v_TKH, options.v_scale_K, kv_pages.dtype),
-        ],
-        axis=1,
-    )
+    kv_T2KH = jnp.concatenate(new_tokens(k_TKH, v_TKH, options.k_scale_K, options.v_scale_K, kv_pages.dtype), axis=1)
     token_T = jnp.arange(T, dtype=jnp.int32)
     seq_T = _owner(cu_q_lens[1:], token_T)
     position_T = jnp.maximum(kv_lens_S[seq_T] - cu_q_lens[seq_T + 1] + token_T, 0)
@@ -152,11 +146,12 @@ def _decode(q_SKGH: Array, kv_pages: Array, lens_S: Array, page_table_SP: Array,
         new_max_SKG = jnp.maximum(max_SKG, pairs_max_SKG)
         weights_WKGC = jnp.exp(scores_WKGC - new_max_SKG[row_W][..., None])
         weights_WKGC = jnp.where(visible_WC[:, None, None], weights_WKGC, 0.0)
+        total_WKG = jnp.sum(weights_WKGC, axis=-1)
         out_WKGH = _einsum("WKGC,WKCH->WKGH", weights_WKGC.astype(v_WKCH.dtype), v_WKCH)
+        out_WKGH = jnp.where(jnp.isfinite(total_WKG)[..., None], out_WKGH, 0.0)  # Else NaN, in the sums of all rows.
         decay_SKG = jnp.exp(max_SKG - new_max_SKG)
-        share_SW = owns_SW.astype(jnp.float32)
-        total_SKG = total_SKG * decay_SKG + _sum_pairs(share_SW, jnp.sum(weights_WKGC, axis=-1))
-        out_SKGH = out_SKGH * decay_SKG[..., None] + _sum_pairs(share_SW, out_WKGH)
+        total_SKG = total_SKG * decay_SKG + jnp.sum(jnp.where(owns_SW[:, :, None, None], total_WKG[None], 0.0), axis=1)
+        out_SKGH = out_SKGH * decay_SKG[..., None] + _sum_pairs(owns_SW.astype(jnp.float32), out_WKGH)
         return new_max_SKG, total_SKG, out_SKGH
 
     max_SKG, total_SKG, out_SKGH = lax.fori_loop(0, (end_S[-1] + W - 1) // W, body, _start((S, K, G), H))

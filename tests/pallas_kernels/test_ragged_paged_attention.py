@@ -246,6 +246,30 @@ def test_padding_changes_nothing_and_gives_zeros(implementation):
     assert not outcome.out_TNH[num_tokens:].any()
 
 
+@pytest.mark.parametrize("implementation", api.IMPLEMENTATIONS)
+def test_what_is_no_number_reaches_those_who_see_it_and_nobody_else(implementation):
+    """Neither other rows of the step, nor the tokens before it, whose keys and values others may share."""
+    small = fitted(SMALL, implementation)
+    case = draw_case(small, seed=7, rows=[(1, 33), (40, 45), (5, 90), (1, 190), (20, 64), (1, 40)])
+    spoiled = dataclasses.replace(case, **{name: getattr(case, name).copy() for name in ("q_TNH", "k_TKH", "v_TKH")})
+    spoiled.q_TNH[0] = np.nan  # row 0
+    spoiled.v_TKH[21, :, 3] = np.inf  # in the middle of row 1
+    spoiled.k_TKH[46] = np.nan  # row 3
+    spoiled.v_TKH[67, :, 5] = -np.inf  # row 5
+    has_seen_T = np.isin(np.arange(small.num_tokens), [0, *range(21, 41), 46, 67])
+    outcome, expected = run(spoiled, implementation), run(case, implementation)
+    np.testing.assert_array_equal(bits(outcome.out_TNH[~has_seen_T]), bits(expected.out_TNH[~has_seen_T]))
+    assert not np.isfinite(outcome.out_TNH[has_seen_T].astype(np.float32)).all(axis=2).any()
+    # A second step, of who shares the pages before it.
+    shared = dataclasses.replace(
+        draw_case(small, seed=8, rows=[(2, 20)]), kv_BC2KH=outcome.kv_BC2KH, page_table_SP=case.page_table_SP[[1] * 6]
+    )
+    unspoiled = dataclasses.replace(shared, kv_BC2KH=expected.kv_BC2KH)
+    np.testing.assert_array_equal(
+        bits(run(shared, implementation).out_TNH), bits(run(unspoiled, implementation).out_TNH)
+    )
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("rows", [[], [(0, 0), (0, 40)]], ids=["no rows", "rows without tokens"])
 def test_a_step_without_tokens_touches_nothing(rows, implementation):
