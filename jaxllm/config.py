@@ -33,7 +33,8 @@ class EngineConfig:
 
     model: hub id, folder, .gguf file, or the demo model "smollm2-135m".
     revision: branch, tag or commit of a hub id.
-    dtype: of the weights and of the products: "bfloat16" (auto), "float32", "float16".
+    dtype: of the weights and of the products: "bfloat16" (auto), "float32", "float16" (not Gemma 3, which overflows in
+        it).
     kv_cache_dtype: of the cached keys and values; auto: the weights' dtype.
     max_model_len: the most tokens of a request, prompt and output together; auto: what the model was made
         for, on CPU at most 8,192.

@@ -42,6 +42,9 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs] | None = None
     """One for each of `token_ids`, if they were asked for."""
 
+    error: str | None = None
+    """What went wrong, with the finish_reason "error"."""
+
 
 @dataclass(slots=True)
 class RequestMetrics:

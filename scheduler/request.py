@@ -36,7 +36,7 @@ class RequestStatus(enum.Enum):
     FINISHED_LENGTH = "finished_length"  # max_tokens or max_model_len
     FINISHED_ABORT = "finished_abort"  # the client left
     FINISHED_TIMEOUT = "finished_timeout"  # its deadline passed, or it waited for longer than it wanted to
-    FINISHED_ERROR = "finished_error"  # the step that it was in failed
+    FINISHED_ERROR = "finished_error"  # the step that it was in failed, or gave it nothing to sample from
 
     __hash__ = object.__hash__  # Enum hashes names in Python, several times a transition
 

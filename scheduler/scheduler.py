@@ -236,6 +236,25 @@ class Scheduler:
         """
         self._planner.in_flight.drop(plan)
 
+    def end_unsound(self, plan: StepPlan, is_sound: np.ndarray) -> list[Request]:
+        """Before the plan's `update`: ends the requests (FINISHED_ERROR) for which the step had nothing to sample from.
+
+        is_sound: bool[S], false where the logits of a row of the plan are no numbers.
+
+        Returns the requests. Nobody will find what is in their pages; the other rows of the step are not concerned.
+        """
+        ended = []
+        for index in np.flatnonzero(plan.samples & ~is_sound).tolist():
+            row = plan.rows.item(index)
+            if self.table.released_at[row] < plan.clock:
+                request = self.table.requests[row]
+            else:
+                request = self._planner.in_flight.take_awaited(plan, row)
+            if request is not None:
+                self._finish(request, RequestStatus.FINISHED_ERROR)
+                ended.append(request)
+        return ended
+
     def reset_prefix_cache(self, *, force: bool = False) -> bool:
         """Makes the prefix cache forget all, as when the weights have changed.
 

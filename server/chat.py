@@ -114,7 +114,10 @@ def answers_of(llm: "LLM", params: SamplingParams) -> Callable[[list[Message]], 
     """The model in this process."""
 
     def answer_to(messages: list[Message]) -> AnswerStream:
-        return Answer.of((yield from llm.stream(messages, params)))
+        output = yield from llm.stream(messages, params)
+        if (error := output.outputs[0].error) is not None:
+            raise JaxLLMError(error)
+        return Answer.of(output)
 
     return answer_to
 

@@ -150,8 +150,11 @@ def _generate(args: argparse.Namespace) -> int:
         figures.add(map(Answer.of, outputs), time.perf_counter() - start)
         if num_cut := sum(answer.finish_reason == "length" for answer in figures.answers):
             note(f"[cut off by --max-tokens or --max-model-len: {num_cut} of {len(prompts)}]")
+        errors = [error for output in outputs for completion in output.outputs if (error := completion.error)]
+        for error in dict.fromkeys(errors):
+            note(f"error: {error} [{errors.count(error)} of {len(prompts)}]")
         note(str(figures))
-    return 0
+    return EXIT_ERROR if errors else 0
 
 
 def _chat(args: argparse.Namespace) -> int:

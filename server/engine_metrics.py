@@ -108,6 +108,9 @@ def _steps(stats: "EngineStats", maker: "_Maker") -> Iterator[Metric]:
         if value is not None:
             yield maker.gauge(name, text, value)
     yield maker.counter(
+        "unsound_requests", "Requests that ended because their logits were NaN or infinite.", stats.num_unsound
+    )
+    yield maker.counter(
         "compilations_after_start", "Programs compiled in service; any is a fault.", stats.num_compilations_after_start
     )
 

@@ -212,6 +212,7 @@ def _completion(index: int, deltas: Sequence[OutputDelta]) -> CompletionOutput:
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
         logprobs=logprobs,
+        error=last.error,
     )
 
 

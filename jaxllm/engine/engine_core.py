@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import AxisType
 
 from jaxllm.config import EngineConfig, ResolvedConfig, resolve
+from jaxllm.engine.compilation_cache import use_compilation_cache
 from jaxllm.engine.compilations import Compilations
 from jaxllm.engine.core_output import CoreOutput
 from jaxllm.engine.core_request import CoreRequest
@@ -82,7 +83,7 @@ class EngineCore:
         model = Model.from_checkpoint(
             checkpoint, dtype=jnp.dtype(resolved.dtype), max_model_len=resolved.max_model_len, mesh=mesh
         )
-        _use_compilation_cache(resolved)
+        use_compilation_cache(resolved)
         with ThreadPoolExecutor(1, thread_name_prefix="jaxllm-load") as loader:
             weights = loader.submit(model.load, checkpoint, progress=progress)
             self.runner = Runner(model, resolved, mesh)
@@ -94,7 +95,7 @@ class EngineCore:
         self._reports = TokenReports(resolved.max_num_seqs)
         self._in_flight: deque[_InFlight] = deque()
         self._current: StepPlan | None = None  # the plan whose step is being launched or taken in
-        self._num_steps = self._num_output_tokens = self._num_padded_tokens = 0
+        self._num_steps = self._num_output_tokens = self._num_padded_tokens = self._num_unsound = 0
         self._step_s = self._wait_s = 0.0
         self._compilations = Compilations()
 
@@ -198,14 +199,30 @@ class EngineCore:
         plan, handle, wants_logprobs = self._in_flight.popleft()
         self._current = plan
         start = time.perf_counter()
-        sampled_token_ids = handle.sampled_token_ids()[: plan.num_seqs]
+        sampled_token_ids, is_sound = handle.sampled()[:, : plan.num_seqs]
         self._wait_s += time.perf_counter() - start
+        if not is_sound.all():
+            self._end_unsound(plan, is_sound == 1)
         rows_are_theirs = self.scheduler.table.last_release < plan.clock
         output = self.scheduler.update(plan, sampled_token_ids)
         logprobs = handle.logprobs() if wants_logprobs else None
         self._reports.append(plan, output, logprobs, rows_are_theirs=rows_are_theirs)
         self._num_steps += 1
         self._num_output_tokens += len(output.token_ids)
+
+    def _end_unsound(self, plan: StepPlan, is_sound: np.ndarray) -> None:
+        """Ends the requests whose logits are NaN or infinite, with what may help."""
+        if not (ended := self.scheduler.end_unsound(plan, is_sound)):
+            return
+        if "float16" in (self.config.dtype, self.config.kv_cache_dtype):
+            advice = "float16 ends at 65,504: set dtype and kv_cache_dtype to bfloat16 or float32"
+        else:
+            advice = "compare the model's files with their source, and try dtype float32"
+        message = f"the logits of its next token are NaN or infinite; {advice}"
+        for request in ended:
+            logger.error("request %s: %s", request.request_id, message)
+        self._num_unsound += len(ended)
+        self._reports.end_all(ended, message)
 
     def _take_in_move(self, move: Move) -> None:
         """Tells the scheduler of a copy between device and host, and writes what has come where it says."""
@@ -252,6 +269,7 @@ class EngineCore:
             device_wait_s=self._wait_s,
             num_compilations_after_start=self._compilations.number,
             num_output_tokens=self._num_output_tokens,
+            num_unsound=self._num_unsound,
             num_padded_tokens=self._num_padded_tokens,
             memory_bytes=memory.get("bytes_in_use"),
             memory_limit_bytes=memory.get("bytes_limit"),
@@ -360,12 +378,6 @@ def _make_mesh(tensor_parallel_size: int) -> jax.sharding.Mesh:
         axis_types=(AxisType.Auto, AxisType.Auto),
         devices=devices[:tensor_parallel_size],
     )
-
-
-def _use_compilation_cache(config: ResolvedConfig) -> None:
-    """Keeps compiled programs on disk, unless JAX has been told where already."""
-    if config.compilation_cache_dir and not jax.config.jax_compilation_cache_dir:
-        jax.config.update("jax_compilation_cache_dir", config.compilation_cache_dir)
 
 
 def _eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ class EngineStats:
         sum is the time that the engine was not idle.
     num_compilations_after_start: programs compiled because of requests. Anything but 0 is a bug.
     num_output_tokens: tokens that requests were given.
+    num_unsound: requests that ended because their logits were NaN or infinite.
     num_padded_tokens: tokens that steps were padded with, to fill their buckets.
     memory_bytes, memory_limit_bytes: of the first device, in use now and in all; None where JAX does not know (CPU).
     num_requests: by status, as `RequestStatus` spells them ("waiting", "decoding", "finished_stop" …), an entry for
@@ -28,6 +29,7 @@ class EngineStats:
     device_wait_s: float = 0.0
     num_compilations_after_start: int = 0
     num_output_tokens: int = 0
+    num_unsound: int = 0
     num_padded_tokens: int = 0
     memory_bytes: int | None = None
     memory_limit_bytes: int | None = None

@@ -41,9 +41,10 @@ class StepHandle:
 
     _result: StepResult
 
-    def sampled_token_ids(self) -> np.ndarray:
-        """int32 [S]; waits for the step."""
-        return np.asarray(self._result.sampled_token_ids)
+    def sampled(self) -> np.ndarray:
+        """int32 [2, S]: the token of each row, and whether its logits were sound (1) or it means nothing (0). Waits for
+        the step."""
+        return np.asarray(self._result.sampled)
 
     def logprobs(self) -> Logprobs:
         """As numpy arrays; zeros if no row of the batch wants them. Waits for the step."""

@@ -34,8 +34,15 @@ class SamplingArrays(NamedTuple):
     seed: jax.Array  # int32, the bits of a uint32
 
 
-def sample(logits_SV: jax.Array, params: SamplingArrays, positions_S: jax.Array) -> jax.Array:
-    """Returns one token id for each row, int32 [S].
+class Sampled(NamedTuple):
+    """What was chosen for a step's rows, each [S]."""
+
+    token_ids: jax.Array  # int32, in the vocabulary whatever the logits are
+    is_sound: jax.Array  # bool; false where a logit is NaN or +inf, or all are -inf, so that the token means nothing
+
+
+def sample(logits_SV: jax.Array, params: SamplingArrays, positions_S: jax.Array) -> Sampled:
+    """Returns one token for each row.
 
     ``logits_SV`` is float32; ``positions_S`` (int32) is the index in its sequence of the token to be sampled.
     A random row's token depends on its own logits, settings, seed and position alone: not on the other rows,
@@ -43,13 +50,17 @@ def sample(logits_SV: jax.Array, params: SamplingArrays, positions_S: jax.Array)
     first of its best tokens.
     """
     greedy_S = params.temperature == 0.0
+    # NaN counts as infinite, since XLA's reductions may pass over it.
+    max_S1 = jnp.max(jnp.where(jnp.isnan(logits_SV), jnp.inf, logits_SV), axis=1, keepdims=True)
 
     def some_random() -> jax.Array:
         noise_SV = _gumbel(_random_bits(params.seed, positions_S, logits_SV.shape[1]))
-        scores_SV = noise_SV - truncate(logits_SV, params)
-        return _argmax(jnp.where(greedy_S[:, None], logits_SV, scores_SV))
+        scores_SV = noise_SV - truncate(logits_SV, max_S1, params)
+        scores_SV = jnp.where(greedy_S[:, None], logits_SV, scores_SV)
+        return _first(scores_SV, jnp.max(scores_SV, axis=1, keepdims=True))
 
-    return lax.cond(jnp.all(greedy_S), lambda: _argmax(logits_SV), some_random)
+    token_ids_S = lax.cond(jnp.all(greedy_S), lambda: _first(logits_SV, max_S1), some_random)
+    return Sampled(token_ids_S, jnp.isfinite(max_S1[:, 0]))
 
 
 class Logprobs(NamedTuple):
@@ -82,15 +93,15 @@ def logprobs(logits_SV: jax.Array, sampled_S: jax.Array, is_wanted_S: jax.Array)
     return lax.cond(jnp.any(is_wanted_S), compute, skip)
 
 
-def truncate(logits_SV: jax.Array, params: SamplingArrays) -> jax.Array:
+def truncate(logits_SV: jax.Array, max_S1: jax.Array, params: SamplingArrays) -> jax.Array:
     """Returns each token's distance, float32 [S, V], infinite where its row's filters exclude the token.
 
-    A random row samples from the softmax of its negated distances. A greedy row's mean nothing.
+    ``max_S1`` holds the rows' greatest logits. A random row samples from the softmax of its negated distances. A
+    greedy row's mean nothing.
     """
     random_S = params.temperature > 0.0
     temperature_S = jnp.where(random_S, params.temperature, 1.0)
-    max_SV = jnp.max(logits_SV, axis=1, keepdims=True)
-    distances_SV = (max_SV - logits_SV) / temperature_S[:, None]  # NaN if all are -inf: within no radius
+    distances_SV = (max_S1 - logits_SV) / temperature_S[:, None]  # NaN if all are -inf: within no radius
 
     # A probability of at least min_p times the greatest one.
     distances_SV = _within(distances_SV, -jnp.log(params.min_p))
@@ -212,12 +223,12 @@ def _top_k_by_parts(logits_SV: jax.Array, num_top: int) -> tuple[jax.Array, jax.
     return top_SK, jnp.take_along_axis(parts_SK, places_SK // part_size, axis=1) * part_size + places_SK % part_size
 
 
-def _argmax(scores_SV: jax.Array) -> jax.Array:
-    """Returns the index of the first of each row's best scores, int32 [S]; a real token id even for NaN.
+def _first(scores_SV: jax.Array, max_S1: jax.Array) -> jax.Array:
+    """Returns the index of the first of each row's greatest scores, int32 [S]; a real token id even for NaN.
 
-    Two plain reductions, because XLA's argmax (one reduction of pairs) is scalar code on CPU: 8 times slower.
+    A plain reduction after that of the maximum, because XLA's argmax (one reduction of pairs) is scalar code on CPU: 8
+    times slower.
     """
     last_token_id = scores_SV.shape[1] - 1
     token_ids_SV = lax.broadcasted_iota(jnp.int32, scores_SV.shape, 1)
-    best_SV = scores_SV == jnp.max(scores_SV, axis=1, keepdims=True)
-    return jnp.min(jnp.where(best_SV, token_ids_SV, last_token_id), axis=1)
+    return jnp.min(jnp.where(scores_SV == max_S1, token_ids_SV, last_token_id), axis=1)

@@ -19,7 +19,7 @@ from jaxllm.scheduler.step_batch import Field, fields
 class StepResult(NamedTuple):
     """What a step gives for its rows; that of padding rows and unfinished prompts means nothing."""
 
-    sampled_token_ids: Array  # int32 [S]
+    sampled: Array  # int32 [2, S]: the token ids, and 1 where the logits were sound; together, as they travel so
     logprobs: Logprobs  # zeros if no row wants them
 
 
@@ -68,8 +68,11 @@ def make_step(
         logits_SV = module.logits(hidden_TD[logits_rows_S])
 
         sampling = SamplingArrays(*(batch[name] for name in SamplingArrays._fields))
-        sampled_S = sample(logits_SV, sampling, batch["positions"][logits_rows_S] + 1)
-        result = StepResult(sampled_S, logprobs(logits_SV, sampled_S, batch["wants_logprobs"] == 1))
-        return caches.arrays, last_token_ids.at[rows_S].set(sampled_S), result
+        token_ids_S, is_sound_S = sample(logits_SV, sampling, batch["positions"][logits_rows_S] + 1)
+        result = StepResult(
+            sampled=jnp.stack([token_ids_S, is_sound_S.astype(jnp.int32)]),
+            logprobs=logprobs(logits_SV, token_ids_S, batch["wants_logprobs"] == 1),
+        )
+        return caches.arrays, last_token_ids.at[rows_S].set(token_ids_S), result
 
     return step

@@ -33,9 +33,14 @@ class Model:
 
         Raises:
           UnsupportedModelError: the architecture, or a feature of it, is not known.
-          ConfigError: heads or widths do not divide by the mesh's "model" axis.
+          ConfigError: the family overflows in this dtype, or heads or widths do not divide by the mesh's "model" axis.
         """
         family = find_family(checkpoint.config)
+        if dtype.name in family.refused_dtypes:
+            raise ConfigError(
+                f"dtype is {dtype.name}, in which models of the type {checkpoint.config['model_type']} overflow: "
+                "choose bfloat16 or float32"
+            )
         config = family.parse_config(checkpoint.config, max_model_len)
         if config.num_kv_heads % mesh.shape["model"]:
             raise _does_not_divide(f"the number of KV heads, {config.num_kv_heads},", mesh)

@@ -1,7 +1,7 @@
 """Which of our models serves a checkpoint."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import jax.numpy as jnp
@@ -40,6 +40,7 @@ class Family:
     `model` takes the config, the weights' dtype and that of what passes between dots.
     `prefix` stands before the text model's tensor names in the checkpoint, `ignored_prefixes` before those of parts
     that are not ours (a vision tower).
+    `refused_dtypes`: in which the family's activations are known to overflow.
     """
 
     parse_config: Callable[[dict[str, Any], int], Any]
@@ -47,16 +48,13 @@ class Family:
     weight_table: Callable[[Any], WeightTable]
     prefix: str = ""
     ignored_prefixes: tuple[str, ...] = ()
+    refused_dtypes: tuple[str, ...] = ()
 
 
 _LLAMA = Family(llama.LlamaConfig.from_hf, llama.Llama, llama.weight_table)
-_GEMMA3 = Family(gemma3.Gemma3Config.from_hf, gemma3.Gemma3, gemma3.weight_table)
-_GEMMA3_IN_MULTIMODAL = Family(
-    gemma3.Gemma3Config.from_hf,
-    gemma3.Gemma3,
-    gemma3.weight_table,
-    prefix="language_model.",
-    ignored_prefixes=("vision_tower.", "multi_modal_projector."),
+_GEMMA3 = Family(gemma3.Gemma3Config.from_hf, gemma3.Gemma3, gemma3.weight_table, refused_dtypes=("float16",))
+_GEMMA3_IN_MULTIMODAL = replace(
+    _GEMMA3, prefix="language_model.", ignored_prefixes=("vision_tower.", "multi_modal_projector.")
 )
 
 FAMILIES: dict[str, Family] = {

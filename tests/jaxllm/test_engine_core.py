@@ -143,7 +143,7 @@ def test_a_failed_step_ends_its_own_requests_and_the_others_are_right(core, monk
     core.reset_prefix_cache()
     owner, name = {
         "launch": (core.runner, "launch"),
-        "result": (StepHandle, "sampled_token_ids"),
+        "result": (StepHandle, "sampled"),
         "reports": (core._reports, "_append"),
     }[place]
     Broken(monkeypatch, owner, name, call)
@@ -202,6 +202,76 @@ def test_a_runner_knows_whether_its_caches_are_there(tiny_model):
         array.delete()
     assert not runner.is_usable
     runner.shutdown()
+
+
+# Logits that are no numbers
+
+
+@pytest.fixture
+def poison(core):
+    """(token id): from here on the model computes NaN where it reads this token; None: where it reads none."""
+    runner, sound = core.runner, core.runner._weights
+    index = list(runner._model._specs).index("embedding.weight")
+
+    def poison(token_id):
+        runner._weights = list(sound)
+        if token_id is not None:
+            runner._weights[index] = sound[index].at[token_id].set(np.nan)
+
+    yield poison
+    runner._weights = sound
+
+
+def test_logits_that_are_no_numbers_end_their_own_request_and_no_other(core, poison):
+    requests = [request(str(number), PROMPTS[number % 4], streams=number < 10) for number in range(20)]
+    expected = answers(core, requests).token_ids
+    core.reset_prefix_cache()
+    token_id = expected["1"][6]  # The request reads it after seven tokens.
+    poison(token_id)
+    num_before = core.stats().num_unsound
+    ear = answers(core, requests)
+    core.scheduler.check_integrity()
+    failed = {name for name, (reason, _) in ear.ends.items() if reason == "error"}
+    assert "1" in failed
+    assert len(failed) < 20
+    for number in range(20):
+        prompt, whole = PROMPTS[number % 4], expected[str(number)]
+        has_read = token_id in [*prompt, *whole[:-1]]
+        assert (str(number) in failed) == has_read
+        num_sound = 0 if token_id in prompt else whole.index(token_id) + 1 if has_read else len(whole)
+        assert ear.token_ids.get(str(number), []) == whole[:num_sound]
+    assert all("are NaN or infinite; compare the model's files" in ear.ends[name][1] for name in failed)
+    assert core.stats().num_unsound - num_before == len(failed)
+    assert core.stats().num_requests["finished_error"] >= len(failed)
+
+
+def test_what_was_computed_from_nan_is_found_by_nobody_and_spoils_no_page(core, poison):
+    spoiled = request("spoiled", [*PROMPTS[3], 7, *PROMPTS[0]])
+    others = [request(str(number), [*spoiled.prompt_token_ids[:10], number, *PROMPTS[2]]) for number in range(20)]
+    expected = answers(core, [spoiled, *others]).token_ids
+    core.reset_prefix_cache()
+    poison(7)
+    assert answers(core, [spoiled]).ends["spoiled"][0] == "error"
+    assert all(np.isnan(array).any() for array in core.runner._kv_pages), "there is to be NaN in free pages"
+    assert core.scheduler.stats().num_cached_pages == 0
+    poison(None)
+    again = answers(core, [spoiled, *others])
+    assert again.started["spoiled"][1] == 0
+    assert again.token_ids == expected
+
+
+def test_a_preempted_request_whose_last_step_gave_nan_ends_too(core, poison):
+    [whole] = answers(core, [request("a", PROMPTS[1])]).token_ids.values()
+    poison(whole[3])
+    num_sound = whole.index(whole[3]) + 1
+    core.add_request(request("a", PROMPTS[1]))
+    ear = Ear()
+    while core.has_unfinished_requests:
+        ear.hear(core.step())
+        core.reset_prefix_cache(force=True)  # It preempts all, and one step is in flight.
+        core.scheduler.check_integrity()
+    assert ear.ends["a"][0] == "error"
+    assert ear.token_ids["a"] == whole[:num_sound]
 
 
 # Outputs

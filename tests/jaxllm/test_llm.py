@@ -402,7 +402,7 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path):
 
 INTERRUPTED = {
     "launch": (Runner, "launch"),
-    "wait for the device": (StepHandle, "sampled_token_ids"),
+    "wait for the device": (StepHandle, "sampled"),
     "text": (OutputProcessor, "process"),
 }
 

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from tiny_models import TINY_MODELS
 
+from jaxllm.errors import ConfigError
+
 GOLDENS = Path(__file__).parent.parent / "data" / "tiny_goldens"
 FLOAT32_TOLERANCE = 3e-4  # Rounding gives 3e-5; the smallest mistake tried in a config 1.5e-3.
 
@@ -87,3 +89,9 @@ def test_scheduler_and_runner_continue_as_transformers_does(name, tiny_model, ge
     runner, config = model.start_runner()
     assert generate(runner, config, prompts_of(golden), max_tokens=24) == golden["greedy_ids"].tolist()
     runner.shutdown()
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma3_multimodal"])
+def test_a_family_that_overflows_in_float16_is_refused_in_it(tiny_model, name):
+    with pytest.raises(ConfigError, match=r"dtype is float16, .* type gemma3\w* overflow: choose bfloat16 or float32"):
+        tiny_model(name, "float16")

@@ -9,7 +9,18 @@ from scipy.stats import chisquare, gumbel_r
 from jaxllm.engine.sampler import SamplingArrays, _gumbel, sample, truncate
 
 jitted_sample = jax.jit(sample)
-jitted_truncate = jax.jit(truncate)
+
+
+def sampled_ids(*args) -> np.ndarray:
+    """int32 [S], of rows whose logits are sound."""
+    token_ids_S, is_sound_S = jitted_sample(*args)
+    assert is_sound_S.all()
+    return np.asarray(token_ids_S)
+
+
+@jax.jit
+def jitted_truncate(logits_SV: jax.Array, params: SamplingArrays) -> jax.Array:
+    return truncate(logits_SV, jnp.max(logits_SV, axis=1, keepdims=True), params)
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +117,7 @@ def test_equal_logits_at_the_cut_are_all_kept():
 def test_the_best_token_survives_the_strictest_filter(strictest):
     logits_SV = np.random.default_rng(3).normal(0, 1, (4, 50))
     np.testing.assert_array_equal(kept(logits_SV, settings(4, **strictest)).sum(axis=1), 1)
-    sampled_S = jitted_sample(
+    sampled_S = sampled_ids(
         jnp.asarray(logits_SV, jnp.float32), settings(4, **strictest), jnp.arange(4, dtype=jnp.int32)
     )
     np.testing.assert_array_equal(sampled_S, logits_SV.argmax(axis=1))
@@ -130,7 +141,9 @@ def test_extreme_logits_give_tokens_that_are_not_excluded(temperature, filters):
     params = settings(6, temperature=temperature, seed=np.arange(6), **filters)
     assert not np.isnan(jitted_truncate(jnp.asarray(logits_SV), params)).any()
     for position in range(20):
-        sampled_S = np.asarray(jitted_sample(jnp.asarray(logits_SV), params, jnp.full(6, position, jnp.int32)))
+        sampled_S = np.asarray(
+            jitted_sample(jnp.asarray(logits_SV), params, jnp.full(6, position, jnp.int32)).token_ids
+        )
         assert (sampled_S >= 0).all()
         assert np.isfinite(logits_SV[np.arange(5), sampled_S[:5]]).all()
         assert sampled_S[3] == 2
@@ -142,7 +155,7 @@ def test_greedy_rows_take_the_first_of_the_best_beside_random_rows_too():
     positions_S = jnp.arange(20, dtype=jnp.int32)
     for temperature in (0.0, np.where(np.arange(20) < 10, 0.0, 1.0)):
         params = settings(20, temperature=temperature, top_k=5, top_p=0.9, min_p=0.1)
-        sampled_S = jitted_sample(jnp.asarray(logits_SV), params, positions_S)
+        sampled_S = sampled_ids(jnp.asarray(logits_SV), params, positions_S)
         np.testing.assert_array_equal(sampled_S[:10], logits_SV.argmax(axis=1)[:10])
     assert sampled_S.dtype == jnp.int32
 
@@ -151,12 +164,10 @@ def test_greedy_rows_take_the_first_of_the_best_beside_random_rows_too():
 def test_draws_follow_the_filtered_softmax(filters):
     num_draws, vocab_size, temperature = 20_000, 40, 0.8
     logits_V = np.random.default_rng(5).normal(0, 1.5, vocab_size).astype(np.float32)
-    sampled = np.asarray(
-        jitted_sample(
-            jnp.asarray(np.tile(logits_V, (num_draws, 1))),
-            settings(num_draws, temperature=temperature, seed=-7, **filters),
-            jnp.arange(num_draws, dtype=jnp.int32),
-        )
+    sampled = sampled_ids(
+        jnp.asarray(np.tile(logits_V, (num_draws, 1))),
+        settings(num_draws, temperature=temperature, seed=-7, **filters),
+        jnp.arange(num_draws, dtype=jnp.int32),
     )
     complete = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | filters
     kept_V = kept_by_sorting(logits_V.astype(np.float64), temperature, **complete)
@@ -188,7 +199,7 @@ def test_a_row_draws_the_same_token_in_any_batch():
 
     def draw(rows):
         params = settings(len(rows), seed=seed_S[rows], **{k: v[rows] for k, v in settings_of_rows.items()})
-        return np.asarray(jitted_sample(jnp.asarray(logits_SV[rows]), params, jnp.asarray(positions_S[rows])))
+        return sampled_ids(jnp.asarray(logits_SV[rows]), params, jnp.asarray(positions_S[rows]))
 
     together = draw(np.arange(6))
     np.testing.assert_array_equal(draw(np.arange(6)[::-1])[::-1], together)
@@ -200,18 +211,30 @@ def test_a_row_draws_the_same_token_in_any_batch():
 def test_seed_and_position_each_change_the_draws():
     logits_SV = jnp.zeros((1000, 1000), jnp.float32)
     positions_S = jnp.arange(1000, dtype=jnp.int32)
-    base = np.asarray(jitted_sample(logits_SV, settings(1000, seed=1), positions_S))
-    other_seed = np.asarray(jitted_sample(logits_SV, settings(1000, seed=2), positions_S))
-    other_position = np.asarray(jitted_sample(logits_SV, settings(1000, seed=1), positions_S + 1))
+    base = sampled_ids(logits_SV, settings(1000, seed=1), positions_S)
+    other_seed = sampled_ids(logits_SV, settings(1000, seed=2), positions_S)
+    other_position = sampled_ids(logits_SV, settings(1000, seed=1), positions_S + 1)
     assert (base == other_seed).mean() < 0.01
     assert (base == other_position).mean() < 0.01
     np.testing.assert_array_equal(other_position[:-1], base[1:])
 
 
-def test_nan_logits_still_give_a_token_of_the_vocabulary():
-    logits_SV = jnp.full((2, 10), jnp.nan, jnp.float32)
-    sampled_S = jitted_sample(logits_SV, settings(2, temperature=[0.0, 1.0]), jnp.zeros(2, jnp.int32))
-    assert set(np.asarray(sampled_S).tolist()) <= set(range(10))
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3, "top_p": 0.9, "min_p": 0.1}])
+@pytest.mark.parametrize("temperature", [0.0, 1.0, [0.0, 1.0, 0.0, 1.0, 0.0, 1.0]], ids=["greedy", "random", "both"])
+def test_a_row_without_sound_logits_says_so_and_the_others_draw_as_before(temperature, filters):
+    inf, nan = np.inf, np.nan
+    logits_SV = np.random.default_rng(8).normal(0, 1, (6, 40)).astype(np.float32)
+    params, positions_S = settings(6, temperature=temperature, **filters), jnp.arange(6, dtype=jnp.int32)
+    expected_S = sampled_ids(jnp.asarray(logits_SV), params, positions_S)
+    logits_SV[0, 17] = nan
+    logits_SV[1] = nan
+    logits_SV[2, 3] = inf
+    logits_SV[3] = -inf
+    logits_SV[4, np.arange(40) != expected_S[4]] = -inf  # as a mask of the vocabulary leaves it
+    token_ids_S, is_sound_S = jitted_sample(jnp.asarray(logits_SV), params, positions_S)
+    assert np.asarray(is_sound_S).tolist() == [False] * 4 + [True] * 2
+    assert ((np.asarray(token_ids_S) >= 0) & (np.asarray(token_ids_S) < 40)).all()
+    np.testing.assert_array_equal(token_ids_S[4:], expected_S[4:])
 
 
 def test_the_program_never_sorts():
