@@ -17,7 +17,8 @@ class TenantConfig:
     weight: its share of the tokens beside other tenants, under the policy "fair".
     max_running: requests that run at once; further ones wait and hold up nobody else.
     max_queued: requests that wait; further ones are refused.
-    max_tokens_per_minute: prompt and output; a request reserves its max_tokens and gives back what it did not use.
+    max_tokens_per_minute: prompt and output of the requests that arrive within any 60 seconds. A request reserves its
+        max_tokens when it arrives, and gives back what it did not use when it ends.
     """
 
     weight: float = 1.0

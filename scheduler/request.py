@@ -171,6 +171,7 @@ class Request:
         self.tenant = tenant
         self.arrival_time = arrival_time
         self.arrival_number = 0  # given by the scheduler: tells apart requests of one arrival_time
+        self.entry_time = 0.0  # given by the scheduler: when it was taken in, by its own clock
         self.deadline = deadline
         self.queue_deadline = queue_deadline
         self.use_prefix_cache = use_prefix_cache

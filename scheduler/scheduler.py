@@ -90,7 +90,7 @@ class Scheduler:
         refuse_if_full(request, self.config, self.num_waiting, self._num_queued_tokens)
         self._tenants.refuse_over_quota(request, now)
         self._planner.pages.prepare(request)
-        self._tenants.enter(request)
+        self._tenants.enter(request, now)
         request.arrival_number = self._num_arrivals
         self._num_arrivals += 1
         self._requests[request.request_id] = request

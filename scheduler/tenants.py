@@ -1,12 +1,13 @@
 """What each tenant has had, has running, and may still ask for."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from jaxllm.scheduler.config import SchedulerConfig, TenantConfig
 from jaxllm.scheduler.errors import RequestRefusedError, SchedulerBusyError
 from jaxllm.scheduler.request import Request
+from jaxllm.scheduler.token_window import TokenWindow
 
 _MIN_ACCOUNTS = 64  # so many may be open before idle ones are closed
 
@@ -17,7 +18,7 @@ class Account:
 
     number: of the tenant, for arrays.
     num_unfinished, num_running: its requests.
-    allowance_tokens: left of max_tokens_per_minute at `allowance_time`; it fills evenly.
+    window: the tokens that count against max_tokens_per_minute.
     """
 
     name: str
@@ -25,8 +26,7 @@ class Account:
     config: TenantConfig
     num_unfinished: int = 0
     num_running: int = 0
-    allowance_tokens: float = 0.0
-    allowance_time: float = 0.0
+    window: TokenWindow = field(default_factory=TokenWindow)
 
     @property
     def num_queued(self) -> int:
@@ -89,24 +89,25 @@ class TenantLedger:
                 f"make up to {num_tokens:,} tokens; max_tokens_per_minute is {limit:,}. Lower max_tokens.",
                 param="max_tokens",
             )
-        self._refill(account, limit, now)
-        if (missing := num_tokens - account.allowance_tokens) > 0:
-            wait_s = missing * 60.0 / limit
+        account.window.advance(now)
+        if account.window.num_tokens + num_tokens > limit:
+            wait_s = account.window.seconds_until(limit - num_tokens, now)
             raise SchedulerBusyError(
-                f"{name}: it may take {num_tokens:,} tokens, and {account.allowance_tokens:,.0f} of the "
+                f"{name}: it may take {num_tokens:,} tokens, and {limit - account.window.num_tokens:,} of the "
                 f"tenant's max_tokens_per_minute {limit:,} are left. Send it again in {wait_s:,.1f} s.",
                 retry_after_s=wait_s,
             )
 
-    def enter(self, request: Request) -> None:
+    def enter(self, request: Request, now: float) -> None:
         """A request that was not refused is queued."""
+        request.entry_time = now
         account = self._accounts[request.tenant]
         if self._is_fair and account.num_queued == 0:
             virtual, number = self._virtual_tokens, account.number
             virtual[number] = max(virtual[number], self._least_virtual_tokens())
         account.num_unfinished += 1
         if account.config.max_tokens_per_minute is not None:
-            account.allowance_tokens -= self._reserved_tokens(request)
+            account.window.take(self._reserved_tokens(request), now)
 
     def start(self, request: Request) -> int:
         """A request gets a row. Returns the tenant's number."""
@@ -126,7 +127,7 @@ class TenantLedger:
         account.num_unfinished -= 1
         if account.config.max_tokens_per_minute is not None:
             num_used = request.num_tokens if request.has_started else 0
-            account.allowance_tokens += self._reserved_tokens(request) - num_used
+            account.window.give_back(self._reserved_tokens(request) - num_used, request.entry_time)
 
     def charge(self, tenant_numbers: np.ndarray, num_tokens: np.ndarray) -> None:
         """Counts tokens that a step computes: int[R] numbers of tenants, int[R] tokens."""
@@ -147,9 +148,7 @@ class TenantLedger:
             self._virtual_tokens, self._weights = np.append(self._virtual_tokens, 0.0), np.append(self._weights, 1.0)
         config, number = self._config.tenant(tenant), self._free_numbers.pop()
         self._virtual_tokens[number], self._weights[number] = 0.0, config.weight
-        limit = config.max_tokens_per_minute or 0
-        account = Account(tenant, number, config, allowance_tokens=limit, allowance_time=now)
-        self._accounts[tenant] = account
+        self._accounts[tenant] = account = Account(tenant, number, config)
         return account
 
     def _close_idle(self, now: float) -> None:
@@ -158,9 +157,8 @@ class TenantLedger:
         for account in self.accounts:
             if account.num_unfinished or account is self._waited_last:
                 continue
-            limit = account.config.max_tokens_per_minute or 0
-            self._refill(account, limit, now)
-            if account.allowance_tokens >= limit and self._virtual_tokens[account.number] <= least:
+            account.window.advance(now)
+            if not account.window.num_tokens and self._virtual_tokens[account.number] <= least:
                 del self._accounts[account.name]
                 self._free_numbers.append(account.number)
 
@@ -173,9 +171,3 @@ class TenantLedger:
 
     def _reserved_tokens(self, request: Request) -> int:
         return self._config.max_total_tokens(request.num_prompt_tokens, request.max_tokens)
-
-    @staticmethod
-    def _refill(account: Account, limit: int, now: float) -> None:
-        earned = max(0.0, now - account.allowance_time) * limit / 60.0
-        account.allowance_tokens = min(float(limit), account.allowance_tokens + earned)
-        account.allowance_time = now

@@ -199,7 +199,7 @@ def test_a_tenant_over_its_queue_is_refused_at_once_with_the_reason(make_loop):
     loop.run()
 
 
-def test_tokens_per_minute_are_reserved_given_back_and_earned(make_loop):
+def test_tokens_per_minute_are_reserved_given_back_and_free_again_after_a_minute(make_loop):
     loop = make_loop(tenants={"t": TenantConfig(max_tokens_per_minute=60)}, max_num_seqs=1)
 
     def request(name, max_tokens=40):
@@ -211,13 +211,19 @@ def test_tokens_per_minute_are_reserved_given_back_and_earned(make_loop):
     loop.add(request("a"))
     with pytest.raises(SchedulerBusyError, match=r"may take 50 tokens, and 10 of .* 60 are left") as busy:
         loop.add(request("b"))
-    assert busy.value.retry_after_s == pytest.approx(40.0)
+    assert busy.value.retry_after_s == pytest.approx(61.0)
     loop.run()  # It stops at its first token and gives 39 back.
-    with pytest.raises(SchedulerBusyError) as busy:
-        loop.add(request("b"))
-    assert busy.value.retry_after_s == pytest.approx(1.0)
-    loop.clock.now = 1.0
-    loop.add(request("b"))
+    loop.clock.now = 30.5
+    loop.add(request("b", 39))
+    loop.run()
+    with pytest.raises(SchedulerBusyError, match=r"may take 50 tokens, and 38 of") as busy:
+        loop.add(request("c"))
+    assert busy.value.retry_after_s == pytest.approx(60.5)  # When all of second 30 is a minute ago.
+    loop.clock.now = 61.0
+    loop.add(request("c", 39))
+    loop.run()
+    loop.clock.now = 30.5 + busy.value.retry_after_s
+    loop.add(request("d", 39))
     loop.run()
 
 

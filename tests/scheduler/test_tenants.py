@@ -1,8 +1,10 @@
 """Tenants share by what they have had, and one that has left leaves nothing behind."""
 
+import random
+
 import pytest
 
-from jaxllm.scheduler import Request, RequestRefusedError, TenantConfig
+from jaxllm.scheduler import Request, RequestRefusedError, SchedulerBusyError, TenantConfig
 
 
 def flood(tenant, number, **kind):
@@ -82,3 +84,30 @@ def test_who_leaves_before_it_has_started_gives_back_all_that_it_reserved(make_l
         loop.add(Request(f"r{index}", [1] * 20, max_tokens=30, is_ready=is_ready))
         assert loop.scheduler.abort_request(f"r{index}")
         loop.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_minute_has_more_tokens_than_the_limit_and_who_waits_as_told_is_let_in(make_loop, seed):
+    """Requests at any times, after idle times too; the tokens that were not used are another's."""
+    rng, limit = random.Random(seed), 100
+    loop = make_loop(max_num_seqs=2, default_tenant=TenantConfig(max_tokens_per_minute=limit))
+    taken: list[tuple[float, int]] = []
+    waits_s: list[float] = []
+    for index in range(300):
+        loop.clock.now += rng.choice([0.0, 0.3, 2.0, 7.7, 90.0])
+        request = Request(f"r{index}", [1] * rng.randint(1, 30), max_tokens=rng.randint(1, 70))
+        try:
+            loop.add(request)
+        except SchedulerBusyError as busy:
+            waits_s.append(busy.retry_after_s)
+            loop.clock.now += busy.retry_after_s
+            loop.add(request)
+        entered = loop.clock.now
+        if rng.random() < 0.3:
+            loop.scheduler.abort_request(request.request_id)
+        loop.run()
+        loop.scheduler.check_integrity()
+        taken.append((entered, request.num_tokens if request.has_started else 0))
+        assert sum(number for when, number in taken if when > entered - 60.0) <= limit
+    assert waits_s
+    assert 0.0 < min(waits_s) <= max(waits_s) <= 61.0
