@@ -1,6 +1,6 @@
 """The padded sizes of a step: the few shapes for which a program exists."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 _MIXED_FACTOR = 4  # between mixed sizes: the reading of the weights hides some padding, programs cost start-up time
@@ -59,6 +59,26 @@ def declare_buckets(
             + [Bucket(size, min(max_num_seqs, size - 1)) for size in (*small_sizes, *mixed_sizes)]
         )
     )
+
+
+def compile_order(buckets: Sequence[Bucket], *, for_short_steps: bool) -> tuple[Bucket, ...]:
+    """In which order the programs of all buckets are made, while those that there are serve.
+
+    The largest, which fits any step, and the largest for decodes, which most steps are. Then the others for decodes and
+    the other mixed ones, the larger first.
+
+    for_short_steps: chunks beside decodes are to be small. After the first two comes the smallest mixed bucket in which
+        there is room beside any number of decodes, and then those that are smaller.
+    """
+    decodes, mixed = (
+        sorted((bucket for bucket in buckets if bucket.is_decode_only == is_decode_only), reverse=True)
+        for is_decode_only in (True, False)
+    )
+    small = []
+    if for_short_steps:
+        smallest = min(bucket for bucket in mixed if bucket.num_seqs == mixed[0].num_seqs)
+        small = [bucket for bucket in mixed if bucket <= smallest]
+    return tuple(dict.fromkeys([mixed[0], decodes[0], *small, *decodes, *mixed]))
 
 
 def pick(buckets: Iterable[Bucket], num_tokens: int, num_seqs: int, decode_only: bool) -> Bucket:

@@ -68,6 +68,7 @@ class SchedulerConfig:
         former is lost; a request beyond the latter waits, unless nothing else is on its way.
     prefetch_window: the pages of so many requests at the head of the line are brought back while all rows are taken.
     step_sizes: the padded numbers of tokens of a step (mixed steps), for the estimate of its time; may be empty.
+        See `Scheduler.set_step_sizes`.
     """
 
     max_num_seqs: int

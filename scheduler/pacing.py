@@ -1,9 +1,11 @@
 """When requests may start, and how much of a prompt a step may read."""
 
+from collections.abc import Iterable
+
 from jaxllm.scheduler.config import SchedulerConfig
 from jaxllm.scheduler.request import Request
 from jaxllm.scheduler.step_plan import StepPlan
-from jaxllm.scheduler.step_time import StepTimeModel
+from jaxllm.scheduler.step_time import StepTimeModel, padded
 from jaxllm.scheduler.waiting_queue import WaitingQueue
 
 _NEXT_TO_NOTHING = 1.02
@@ -14,8 +16,14 @@ class Pacing:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
+        self._all_sizes = sorted(config.step_sizes)
         self._step_time = StepTimeModel(config.step_sizes)
-        self._last_result_time = float("-inf")
+        self._last_result_time = self._sizes_time = float("-inf")
+
+    def set_step_sizes(self, sizes: Iterable[int], now: float) -> None:
+        """See `Scheduler.set_step_sizes`. What was planned before ran in other sizes, and nothing is learned of it."""
+        self._step_time.set_sizes(sizes)
+        self._sizes_time = now
 
     def window_s(self, waiting: WaitingQueue, now: float) -> float:
         """How long requests that wait are still to wait for others to start with; 0 if they may start."""
@@ -45,10 +53,14 @@ class Pacing:
         least = min(config.min_chunk_tokens, budget)
         if most >= least:
             return most
-        # The least chunk is read in any case, and the rest of its padding if that costs next to nothing.
+        # The least chunk is read in any case, and the rest of its padding if that costs next to nothing. While a
+        # smaller program is not there yet, it may cost as much as the padding, so that few steps are slow.
         least_s = step_time.predict(num_other_tokens + least, num_kv_tokens, least * (depth + least / 2)) or 0.0
-        at_most = min(budget, step_time.padded(num_other_tokens + least) - num_other_tokens)
-        return max(least, step_time.most_prompt_tokens(_NEXT_TO_NOTHING * least_s, *beside, at_most=at_most))
+        size = step_time.padded(num_other_tokens + least)
+        num_lost = size - padded(num_other_tokens + least, self._all_sizes)
+        most_s = _NEXT_TO_NOTHING * least_s + step_time.seconds_of_padding(num_lost)
+        at_most = min(budget, size - num_other_tokens)
+        return max(least, step_time.most_prompt_tokens(most_s, *beside, at_most=at_most))
 
     def seconds_to_compute(self, num_tokens: int) -> float | None:
         """What so many tokens of a prompt take beyond what the steps that they run in take anyway; None before a few
@@ -60,6 +72,8 @@ class Pacing:
         if self._config.tpot_target_ms is None and not self._config.num_host_pages:
             return
         seconds, self._last_result_time = now - max(plan.time, self._last_result_time), now
+        if plan.time <= self._sizes_time:
+            return
         self._step_time.observe(
             plan.num_tokens,
             plan.num_decode_kv_tokens,

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -148,6 +148,11 @@ class Scheduler:
         for request_id, token_ids in drafts.items():
             if (request := self._requests.get(request_id)) is not None:
                 self._planner.propose(request, token_ids)
+
+    def set_step_sizes(self, sizes: Iterable[int]) -> None:
+        """The padded sizes of steps with prompts from here on: those of `SchedulerConfig.step_sizes` that there are
+        programs for. The last of them is always among them."""
+        self._planner.pacing.set_step_sizes(sizes, self._clock())
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None if nothing can run before an update, a new request, or `wait_s`.

@@ -1,6 +1,7 @@
 """How long a step takes, learned from those that ran."""
 
 from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from math import sqrt
 
 import numpy as np
@@ -24,17 +25,20 @@ class StepTimeModel:
     """
 
     def __init__(self, sizes: tuple[int, ...] = ()) -> None:
-        self._sizes = sorted(sizes)
+        self.set_sizes(sizes)
         self._moments = np.zeros((2, 4, 4))  # of the decodes' steps, and of those with prompts
         self._products = np.zeros((2, 4))
         self._coefficients = np.zeros(4)
         self._unread: list[tuple[float, int, int, float, float, bool]] = []
         self._num_steps = 0
 
+    def set_sizes(self, sizes: Iterable[int]) -> None:
+        """The sizes from here on."""
+        self._sizes = sorted(sizes)
+
     def padded(self, num_tokens: int) -> int:
         """The size that a step of so many tokens is padded to, if it has prompts."""
-        index = bisect_left(self._sizes, num_tokens)
-        return self._sizes[index] if index < len(self._sizes) else num_tokens
+        return padded(num_tokens, self._sizes)
 
     def observe(
         self, num_tokens: int, num_kv_tokens: int, seconds: float, *, num_pairs: float = 0.0, has_prompts: bool
@@ -59,6 +63,10 @@ class StepTimeModel:
             return None
         _, per_token, _, per_pair = self._fitted().tolist()
         return per_token * num_tokens + per_pair * num_tokens**2 / 2
+
+    def seconds_of_padding(self, num_tokens: int) -> float:
+        """What so many tokens of padding add to the time of a step."""
+        return float(self._fitted()[1]) * num_tokens
 
     def most_prompt_tokens(
         self, seconds: float, num_other_tokens: int, num_kv_tokens: int, depth: int, at_most: int
@@ -111,6 +119,12 @@ class StepTimeModel:
             self._products[kind] = (
                 _FORGETTING ** len(own) * self._products[kind] + weighted.T @ seconds[has_prompts == kind]
             )
+
+
+def padded(num_tokens: int, sizes: Sequence[int]) -> int:
+    """The least of `sizes`, which are in order, that holds so many tokens; their number if none does."""
+    index = bisect_left(sizes, num_tokens)
+    return sizes[index] if index < len(sizes) else num_tokens
 
 
 def _most(left: float, per_token: float, per_square: float, at_most: int) -> int:

@@ -4,7 +4,7 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from typing import Any, Literal, NamedTuple
@@ -40,7 +40,7 @@ from jaxllm.scheduler import (
     SchedulerConfigError,
     SchedulerStats,
 )
-from jaxllm.scheduler.buckets import pick
+from jaxllm.scheduler.buckets import Bucket, pick
 from jaxllm.scheduler.step_batch import StepBatch
 from jaxllm.scheduler.step_plan import StepPlan
 
@@ -89,7 +89,9 @@ class EngineCore:
             self.runner = Runner(model, resolved, mesh)
             self.runner.start(weights.result())
 
+        self._buckets = self.runner.ready_buckets
         self.scheduler = Scheduler(_scheduler_config(resolved, self.runner))
+        self.scheduler.set_step_sizes(_mixed_sizes(self._buckets))
         self.info = _info(config, resolved, checkpoint, self.runner, model, self.scheduler.config, mesh)
         self._seeds = random.Random(config.seed)
         self._reports = TokenReports(resolved.max_num_seqs)
@@ -172,6 +174,9 @@ class EngineCore:
             self._reports.end_all(expired)
         for move in self.runner.finished_moves():
             self._take_in_move(move)
+        if len(buckets := self.runner.ready_buckets) != len(self._buckets):
+            self._buckets = buckets
+            self.scheduler.set_step_sizes(_mixed_sizes(buckets))
         plan = self.scheduler.schedule()
         self.runner.move_pages(self.scheduler.take_page_moves())
         if plan is not None:
@@ -188,7 +193,7 @@ class EngineCore:
     def _launch(self, plan: StepPlan) -> None:
         self._current = plan
         self._reports.start(plan)
-        bucket = pick(self.runner.ready_buckets, plan.num_tokens, plan.num_seqs, plan.is_decode_only)
+        bucket = pick(self._buckets, plan.num_tokens, plan.num_seqs, plan.is_decode_only)
         batch = StepBatch.build(plan, self.scheduler.table, bucket)
         wants_logprobs = self._reports.num_with_logprobs > 0 and bool(batch.wants_logprobs.any())
         self._in_flight.append(_InFlight(plan, self.runner.launch(batch), wants_logprobs))
@@ -359,10 +364,14 @@ def _scheduler_config(config: ResolvedConfig, runner: Runner) -> SchedulerConfig
             min_batch=config.min_batch,
             tpot_target_ms=config.tpot_target_ms,
             ttft_target_ms=config.ttft_target_ms,
-            step_sizes=tuple(bucket.num_tokens for bucket in runner.buckets if not bucket.is_decode_only),
+            step_sizes=tuple(_mixed_sizes(runner.buckets)),
         )
     except SchedulerConfigError as error:
         raise ConfigError(str(error)) from error
+
+
+def _mixed_sizes(buckets: Iterable[Bucket]) -> list[int]:
+    return [bucket.num_tokens for bucket in buckets if not bucket.is_decode_only]
 
 
 def _make_mesh(tensor_parallel_size: int) -> jax.sharding.Mesh:

@@ -24,7 +24,7 @@ from jaxllm.layers.parameter import activation_dtype
 from jaxllm.models.model import Model
 from jaxllm.models.registry import ModelConfig
 from jaxllm.scheduler import PageMoves
-from jaxllm.scheduler.buckets import Bucket, declare_buckets
+from jaxllm.scheduler.buckets import Bucket, compile_order, declare_buckets
 from jaxllm.scheduler.step_batch import StepBatch, fields
 from jaxllm.scheduler.windows import num_request_pages
 
@@ -56,7 +56,7 @@ class Runner:
 
     The constructor compiles the program of the largest bucket, which fits every step; it needs the model's shapes
     only. `start` takes the weights, after which steps can be launched. The other programs are compiled in background
-    threads, those for decodes first, larger ones first, and `ready_buckets` grows as they come.
+    threads, in the order of `compile_order`, and `ready_buckets` grows as they come.
     """
 
     def __init__(self, model: Model, config: ResolvedConfig, mesh: Mesh):
@@ -88,6 +88,11 @@ class Runner:
             _MIN_TOKENS,
             with_small_mixed=config.tpot_target_ms is not None,
         )
+        has_target = config.tpot_target_ms is not None
+        order = compile_order(self.buckets, for_short_steps=has_target)
+        # While weights are read there is time for those that most steps need.
+        num_at_once = 3 if has_target else 2
+        self._at_once, self._later = order[:num_at_once], order[num_at_once:]
         self._programs: dict[Bucket, jax.stages.Compiled] = {}
         self._executor = ThreadPoolExecutor(_COMPILE_THREADS, thread_name_prefix=COMPILE_THREADS_PREFIX)
         self._compiling: list[Future[None]] = []
@@ -102,9 +107,7 @@ class Runner:
             self._mover.compile(self.num_pages)
         self._kv_pages = self._layout.allocate(self.num_pages)
         self._last_token_ids = jax.device_put(np.zeros(self._config.max_num_seqs + 1, np.int32), self._whole)
-        rest = set(self.buckets) - {self.buckets[-1], self._largest_decode}
-        for bucket in sorted(rest, key=lambda bucket: (bucket.is_decode_only, bucket), reverse=True):
-            self._compiling.append(self._executor.submit(self._compile_in_background, bucket))
+        self._compiling += [self._executor.submit(self._compile_in_background, bucket) for bucket in self._later]
 
     @property
     def ready_buckets(self) -> Sequence[Bucket]:
@@ -179,15 +182,11 @@ class Runner:
             )
         return PageMover(self._layout.structs(1), num_host_pages=num_host_pages, mesh=self._mesh)
 
-    @property
-    def _largest_decode(self) -> Bucket:
-        """Serves every step of decodes, which most are, and which suffer most in the largest bucket."""
-        return max(bucket for bucket in self.buckets if bucket.is_decode_only)
-
     def _compile_largest(self) -> int:
-        """Compiles the largest bucket's program and begins with that for decodes. Returns bytes of temporaries."""
-        self._compiling = [self._executor.submit(self._compile_in_background, self._largest_decode)]
-        return self._compile(self.buckets[-1])
+        """Compiles the largest bucket's program and begins with those that come next. Returns bytes of temporaries."""
+        largest, *next_ones = self._at_once
+        self._compiling = [self._executor.submit(self._compile_in_background, bucket) for bucket in next_ones]
+        return self._compile(largest)
 
     def _compile_first(self) -> None:
         """Compiles the largest bucket's program and settles the number of pages, which its temporaries decide."""

@@ -3,6 +3,7 @@
 import pytest
 
 from jaxllm.scheduler import Bucket, declare_buckets, pick
+from jaxllm.scheduler.buckets import compile_order
 
 
 def test_the_buckets_of_a_small_engine():
@@ -73,3 +74,30 @@ def test_pick_takes_the_cheapest_that_is_ready():
     assert pick(buckets[-1:], 3, 3, decode_only=True) == Bucket(512, 32)
     with pytest.raises(ValueError, match="no bucket fits a step of 513 tokens in 1 rows"):
         pick(buckets, 513, 1, decode_only=False)
+
+
+def sizes_of(buckets):
+    return [f"{'d' if bucket.is_decode_only else 'm'}{bucket.num_tokens}" for bucket in buckets]
+
+
+def test_what_most_steps_need_is_compiled_first():
+    buckets = declare_buckets(512, 32, 4)
+    assert sizes_of(compile_order(buckets, for_short_steps=False)) == ["m512", "d32", "d16", "d8", "d4", "m128"]
+    buckets = declare_buckets(512, 32, 4, with_small_mixed=True)
+    order = compile_order(buckets, for_short_steps=True)
+    assert sizes_of(order) == ["m512", "d32", "m48", "m24", "d16", "d8", "d4", "m128", "m96"]
+    # After three of them a chunk has a short step beside any number of decodes.
+    for num_decodes in range(1, 32):
+        assert pick(order[:3], num_decodes + 4, num_decodes + 1, decode_only=False).num_tokens == 48
+
+
+@pytest.mark.parametrize("with_small_mixed", [False, True])
+@pytest.mark.parametrize(("max_num_batched_tokens", "max_num_seqs"), [(1, 1), (8, 8), (64, 64), (500, 3), (8192, 256)])
+def test_each_program_is_compiled_once_and_the_first_fits_any_step(
+    max_num_batched_tokens, max_num_seqs, with_small_mixed
+):
+    buckets = declare_buckets(max_num_batched_tokens, max_num_seqs, 4, with_small_mixed=with_small_mixed)
+    order = compile_order(buckets, for_short_steps=with_small_mixed)
+    assert sorted(order) == list(buckets)
+    assert order[0] == buckets[-1]
+    assert order[1] == max(bucket for bucket in buckets if bucket.is_decode_only)

@@ -108,6 +108,12 @@ class SmallModelOnCPU:
         self.rng = np.random.default_rng(0)
         self.in_flight, self.gaps, self.chunks = deque(), [], []
         self.num_requests = 0
+        self.sizes = config.step_sizes
+
+    def compiled(self, sizes):
+        """There are programs for steps of these sizes, and no others."""
+        self.sizes = sizes
+        self.scheduler.set_step_sizes(sizes)
 
     def run(self, num_prompt_tokens, num_steps=None):
         """Seconds between the decodes' tokens while the prompt is read, or over `num_steps` without one (0 tokens); and
@@ -141,7 +147,9 @@ class SmallModelOnCPU:
         self.in_flight.append(self.scheduler.schedule())
         if len(self.in_flight) > 1:
             plan = self.in_flight.popleft()
-            size = plan.num_tokens if plan.is_decode_only else min(size for size in SIZES if size >= plan.num_tokens)
+            size = (
+                plan.num_tokens if plan.is_decode_only else min(size for size in self.sizes if size >= plan.num_tokens)
+            )
             seconds = 0.014 + 2e-4 * size + 3e-6 * plan.num_decode_kv_tokens + 1e-6 * plan.num_chunk_pairs
             seconds *= 1.25 if self.rng.random() < 0.01 else self.rng.uniform(0.98, 1.02)
             self.now += seconds
@@ -174,6 +182,21 @@ def test_the_p99_of_decodes_stays_within_half_as_much_again_while_a_long_prompt_
         assert min(chunks[:-1]) == 4
         assert np.mean(chunks[:20]) > 1.5 * np.mean(chunks[-20:]), "a chunk does not shrink with what it sees"
         assert ttft_s < 10 * free_ttft_s
+
+
+def test_no_step_is_slow_while_programs_are_compiled_that_need_not_be(make_device):
+    """Where each step with a prompt is padded to 512 tokens, few of them read it; from then on that there is a smaller
+    program, none is slow."""
+    device = make_device(tpot_target_ms=35.0)
+    device.compiled((512,))
+    gaps, _ = device.run(4000)
+    assert len(gaps) < 200, "the padding is not used"  # in chunks of 4 tokens it would be 700 and more
+    assert gaps.max() < 0.3, "a step is much slower than its padding makes it"
+    for sizes in ((48, 512), (24, 48, 512), SIZES):
+        device.compiled(sizes)
+        gaps, _ = device.run(4000)
+        alone, _ = device.run(0, len(gaps))
+        assert np.percentile(gaps, 99) < 1.7 * np.percentile(alone, 99), sizes
 
 
 def test_the_ttft_target_bounds_the_wait_that_the_tpot_target_causes(make_device):
