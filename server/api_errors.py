@@ -12,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxllm import EngineDeadError, InvalidRequestError, OverloadedError
@@ -170,8 +171,12 @@ def error_response(scope: Scope, error: ApiError) -> JSONResponse:
             status=error.status,
             message=error.logged,
         )
-    body = error.anthropic_body(scope["request_id"]) if speaks_anthropic(scope) else error.body()
-    return JSONResponse(body, error.status, error.headers)
+    return JSONResponse(error_body(scope, error), error.status, error.headers)
+
+
+def error_body(scope: Scope, error: ApiError) -> dict[str, Any]:
+    """In the shape that the client of this request reads."""
+    return error.anthropic_body(scope["request_id"]) if speaks_anthropic(scope) else error.body()
 
 
 def speaks_anthropic(scope: Scope) -> bool:
@@ -201,12 +206,26 @@ def add_error_handlers(app: FastAPI) -> None:
             body = b"".join(request.scope.get("jaxllm.body", ()))
             api_error.message = f"the body cannot be read: {json_fault(body)}"
         if type(error) is HTTPException and error.status_code in (404, 405):  # Starlette's, which names neither
-            allowed = f"; it takes {error.headers['Allow']}" if error.headers else ""
-            api_error.message = f"there is no {request.method} {_shortened(request.url.path)} here{allowed}"
+            api_error.message = f"there is no {request.method} {_shortened(request.url.path)} here"
+            if error.status_code == 405:
+                allowed = ", ".join(_allowed_methods(request.scope))
+                api_error.message += f"; it takes {allowed}"
+                api_error.headers = {"allow": allowed}
         return error_response(request.scope, api_error)
 
     for kind in (HTTPException, RequestValidationError, InvalidRequestError, OverloadedError, EngineDeadError):
         app.add_exception_handler(kind, answer_expected)
+
+
+def _allowed_methods(scope: Scope) -> list[str]:
+    """Those of all routes with this path, of which Starlette names the first one's."""
+    routes = scope["app"].routes
+    taken = [
+        method
+        for method in ("DELETE", "GET", "PATCH", "POST", "PUT")
+        if any(route.matches({**scope, "method": method})[0] is Match.FULL for route in routes)
+    ]
+    return sorted([*taken, *["HEAD"] * ("GET" in taken)])
 
 
 class UnexpectedErrors:

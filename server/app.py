@@ -12,7 +12,7 @@ from jaxllm import AsyncLLM, __version__
 from jaxllm.server.api_errors import ApiError, UnexpectedErrors, add_error_handlers, documented_errors, shown
 from jaxllm.server.drain import Drain
 from jaxllm.server.keys import ApiKeys
-from jaxllm.server.limits import BodyLimit, HeadAsGet, RequestId
+from jaxllm.server.limits import BodyLimit, RequestId, Routing
 from jaxllm.server.server_config import ServerConfig
 from jaxllm.server.watchdog import Watchdog
 
@@ -69,6 +69,11 @@ class Server:
         self.log.finished(request)
         if self.tracing is not None:
             self.tracing.finished(request)
+
+    def refused(self, path: str, request_id: str, status: int, message: str) -> None:
+        """Counts and logs what got no further than its head."""
+        self.metrics.refused(status)
+        self.log.refused(endpoint=path[:80] or "-", request_id=request_id, status=status, message=message)
 
     def close(self) -> None:
         """Ends its threads and closes its files. The engine is not its own."""
@@ -131,6 +136,7 @@ def create_app(
         docs_url=None,  # They would load scripts from another host.
         redoc_url=None,
         separate_input_output_schemas=False,
+        redirect_slashes=False,
     )
     app.state.server = server
     add_error_handlers(app)
@@ -138,7 +144,7 @@ def create_app(
         module = import_module(f"jaxllm.server.routes.{name}")
         app.include_router(module.router, responses=documented_errors(f"/v1/{name}"))
     app.add_middleware(UnexpectedErrors)
-    app.add_middleware(HeadAsGet)
+    app.add_middleware(Routing)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
     if config.cors_origins:
         app.add_middleware(

@@ -15,12 +15,13 @@ from typing import Any
 import uvicorn
 import uvloop
 from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from jaxllm import AsyncLLM
 from jaxllm.server.app import Server, create_app
 from jaxllm.server.board import Board, Phase
 from jaxllm.server.drain import Drain
-from jaxllm.server.http_protocol import GuardedProtocol
+from jaxllm.server.http_protocol import GuardedProtocol, OnRefusal
 from jaxllm.server.keys import ApiKeys
 from jaxllm.server.server_config import ServerConfig
 from jaxllm.server.server_logging import set_log_level, set_up_logging
@@ -35,6 +36,7 @@ _KEEP_ALIVE_S = 75  # more than the 60 s that load balancers keep idle connectio
 class HttpWorker:
     """Serves until the board says that the server is to end.
 
+    listener: a socket that listens; all API workers take connections from the same one, whoever has time.
     index: its number among the API workers.
     num_workers: how many there are.
     shared_folder: with the board and whatever else they share; None for the only one, which brings its own board.
@@ -56,7 +58,7 @@ class HttpWorker:
         """Serves, and returns when the board's phase has told it to, with all requests ended and connections
         closed."""
         server: Server = app.state.server
-        http = _UvicornServer(_uvicorn_config(app, self.config))
+        http = _UvicornServer(uvicorn_config(app, self.config, on_refusal=server.refused))
         gc.collect()
         gc.freeze()  # What lives as long as the process would be looked through again and again, for 0.1 s each time.
         serving = asyncio.ensure_future(http.serve([self.listener]))
@@ -117,9 +119,13 @@ class _UvicornServer(uvicorn.Server):
         yield
 
 
-def _uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
+def uvicorn_config(app: ASGIApp, config: ServerConfig, *, on_refusal: OnRefusal) -> uvicorn.Config:
+    """How connections are treated, whoever answers them. `on_refusal`: see GuardedProtocol."""
     protocol: Any = partial(
-        GuardedProtocol, header_timeout_s=config.header_timeout_s, send_timeout_s=config.send_timeout_s
+        GuardedProtocol,
+        header_timeout_s=config.header_timeout_s,
+        send_timeout_s=config.send_timeout_s,
+        on_refusal=on_refusal,
     )
     return uvicorn.Config(
         app,

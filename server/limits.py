@@ -8,6 +8,7 @@ from collections.abc import Awaitable
 
 from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxllm.server.api_errors import ApiError, error_response
@@ -47,15 +48,22 @@ class RequestId:
         await self._app(scope, receive, send_with_id)
 
 
-class HeadAsGet:
-    """Answers HEAD as GET; the HTTP server leaves the body out."""
+class Routing:
+    """What need not be said for each route: HEAD is answered as GET, whose body the HTTP server leaves out, and a slash
+    at the end of a path is of no meaning. OPTIONS of the whole server has an empty answer."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_head = scope["type"] == "http" and scope["method"] == "HEAD"
-        await self._app({**scope, "method": "GET"} if is_head else scope, receive, send)
+        if scope["type"] == "http":
+            path, method = scope["path"], scope["method"]
+            if path == "*":  # which comes with OPTIONS only
+                return await Response(status_code=204)(scope, receive, send)
+            if method == "HEAD" or (path.endswith("/") and path != "/"):
+                method = "GET" if method == "HEAD" else method
+                scope = {**scope, "method": method, "path": path.rstrip("/") or "/"}
+        await self._app(scope, receive, send)
 
 
 class BodyLimit:

@@ -60,7 +60,7 @@ _TOKEN_COUNTERS: Mapping[str, str] = {
 }
 _GENERATION_TOKENS = list(_TOKEN_COUNTERS).index("generation_tokens")  # the places of these come first
 FINISH_REASONS = ("stop", "length", "abort", "timeout", "error")
-STATUSES = (400, 401, 403, 404, 405, 408, 409, 413, 422, 429, 499, 500, 503)
+STATUSES = (400, 401, 403, 404, 405, 408, 409, 413, 414, 415, 417, 422, 429, 431, 499, 500, 501, 503, 504, 505)
 
 
 class _Histogram:

@@ -47,13 +47,44 @@ def test_head_where_there_is_no_get_is_refused(stub_server):
 
 
 @pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        (CHAT, "POST"),
+        ("/health", "GET, HEAD"),
+        ("/v1/models/a", "GET, HEAD"),
+        ("/v1/responses/resp_a", "DELETE, GET, HEAD"),
+        ("/", "GET, HEAD"),
+    ],
+)
+@pytest.mark.parametrize("method", ["PUT", "TRACE", "OPTIONS", "PROPFIND"])
+def test_a_method_that_a_path_does_not_take_is_told_those_that_it_takes(stub_server, path, allowed, method):
+    answer = httpx.request(method, stub_server.url + path)
+    assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
+    assert answer.json()["error"]["message"] == f"there is no {method} {path} here; it takes {allowed}"
+
+
+def test_options_of_the_whole_server_is_a_ping(stub_server):
+    head, body = answer_to(stub_server, b"OPTIONS * HTTP/1.1\r\nhost: test\r\nconnection: close\r\n\r\n")
+    assert head.startswith(b"http/1.1 204 ")
+    assert body == b""
+
+
+def test_a_slash_at_the_end_needs_no_redirect(stub_server):
+    """Which would have to know under what address the client, or its proxy, knows this server."""
+    assert httpx.get(stub_server.url + "/v1/models/").json()["data"][0]["id"] == "stub"
+    assert httpx.get(stub_server.url + "/health//").status_code == 200
+    assert httpx.post(stub_server.url + CHAT + "/", json=HELLO).status_code == 200
+    assert httpx.get(stub_server.url + "/nowhere/").status_code == 404
+
+
+@pytest.mark.parametrize(
     "request_",
-    [b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"CONNECT x:80 HTTP/1.1\r\n\r\n"],
+    [b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"],
 )
 def test_what_is_not_http_is_told_so_in_the_shape_of_an_error(stub_server, request_):
     head, body = answer_to(stub_server, request_)
     assert head.startswith(b"http/1.1 400 ")
-    assert json.loads(body)["error"]["message"] == "this is not HTTP"
+    assert json.loads(body)["error"]["message"].startswith("this is not HTTP: ")
 
 
 def test_requests_that_come_at_once_are_answered_one_after_the_other(stub_server):
