@@ -237,7 +237,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def _send_refusal(self, error: RefusedRequest) -> None:
         self._unset_keepalive_if_required()
         path = self.url.partition(b"?")[0].decode("ascii", "replace")
-                request_id = secrets.token_hex(16)
+        request_id = secrets.token_hex(16)
         self._on_refusal(path, request_id, error.status, error.message)
         scope = {"path": path, "headers": self.headers or [], "request_id": request_id}
         body = json.dumps(error_body(scope, ApiError(error.status, error.message))).encode()

@@ -20,6 +20,7 @@ from jaxllm.server.keys import ApiKeys
 from jaxllm.server.parsers import resolve_parsers
 from jaxllm.server.server_config import ServerConfig
 from jaxllm.server.server_logging import set_up_engine_logging, set_up_logging
+from jaxllm.server.stand_in import StandIn
 from jaxllm.server.worker_process import WorkerProcess
 
 logger = logging.getLogger("jaxllm.server")
@@ -27,6 +28,7 @@ logger = logging.getLogger("jaxllm.server")
 ENGINE = "jaxllm.engine.engine_core:EngineCore"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _MAX_FILES = 65536
+_BACKLOG = 2048  # connections that wait to be taken
 _POLL_S = 0.05
 _END_S = 2.0  # in which processes end that were told to
 
@@ -45,46 +47,40 @@ def serve(engine_config: EngineConfig, config: ServerConfig, *, engine: str = EN
     resolve_parsers(config.tool_call_parser, config.reasoning_parser, read_chat_template(config))
     keys = ApiKeys.load(config.api_keys_file, config.admin_key)
     engine_config = dataclasses.replace(engine_config, tenants=keys.tenants, default_tenant=keys.default_tenant)
-    listeners = bind(config)
+    listener = listen(config)
     engine_process = EngineProcess(engine_config, engine=engine)
     assert engine_process.folder is not None
     try:
-        supervisor = _Supervisor(config, keys, listeners, engine_process.folder)
+        supervisor = _Supervisor(config, keys, listener, engine_process.folder)
         uvloop.run(supervisor.run(engine_process, engine_config.model))
     finally:
         engine_process.stop(_END_S)
-        for listener in listeners:
-            listener.close()
+        listener.close()
 
 
-def bind(config: ServerConfig) -> list[socket.socket]:
-    """A socket for each API worker, bound and not yet listening: who comes before the engine is ready is refused at
-    once. The kernel spreads connections over them. Raises ConfigError if there is no such address, or it is taken."""
+def listen(config: ServerConfig) -> socket.socket:
+    """A socket that listens, from which all API workers take connections. Raises ConfigError if there is no such
+    address, or somebody else listens there."""
     try:
         (family, _, _, _, address), *_ = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-        first = socket.socket(family)
-        first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        first.bind(address)
-        if config.api_workers == 1:
-            return [first]
-        # The first has found out whether somebody else is there: sockets that share a port would not.
-        address = first.getsockname()
-        first.close()
-        listeners = []
-        for _ in range(config.api_workers):
-            listener = socket.socket(family)
-            listeners.append(listener)
+        listener = socket.socket(family)
+        try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            if config.host == "::":  # also IPv4, whatever the system's default is
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             listener.bind(address)
-        return listeners
+            listener.listen(_BACKLOG)  # A port that is merely bound can be taken by somebody else.
+        except OSError:
+            listener.close()
+            raise
     except OSError as error:
         raise ConfigError(
             f"cannot listen on host {config.host!r}, port {config.port}: {error.strerror}. Choose another with "
             "--host or --port, or --port 0 for any free one."
         ) from None
+    return listener
 
 
 def _allow_many_connections() -> None:
@@ -98,7 +94,7 @@ def _allow_many_connections() -> None:
 class _Supervisor:
     """Starts the HTTP side when the engine is ready, and ends both."""
 
-    def __init__(self, config: ServerConfig, keys: ApiKeys, listeners: list[socket.socket], folder: Path) -> None:
+    def __init__(self, config: ServerConfig, keys: ApiKeys, listener: socket.socket, folder: Path) -> None:
         self._config = config
         self._board_path = folder / "board"
         self._board = Board(config.api_workers, self._board_path)
@@ -111,8 +107,9 @@ class _Supervisor:
                 num_workers=config.api_workers,
                 shared_folder=folder if config.api_workers > 1 else None,
             )
-            for index, listener in enumerate(listeners)
+            for index in range(config.api_workers)
         ]
+        self._stand_in = StandIn(config, listener)
         self._is_connected = False
         self._task: asyncio.Task[None] | None = None
 
@@ -128,11 +125,14 @@ class _Supervisor:
         engine_process.start(
             partial(set_up_engine_logging, config.log_format, config.log_level, self._board_path, config.api_workers)
         )
+        await self._stand_in.open()
         self._task = asyncio.create_task(self._run(engine_process.address))
         try:
             await self._task
         except asyncio.CancelledError:
             logger.info("stopped before the engine was ready")
+        finally:
+            self._stand_in.close()
 
     async def _run(self, address: str) -> None:
         start = time.monotonic()
@@ -143,13 +143,13 @@ class _Supervisor:
             worker = self._workers[0]
             app = worker.make_app(llm, self._board)
             self._log_parsers(app.state.server.parsers)
-            told = asyncio.create_task(self._log_start())
+            watching = asyncio.create_task(self._watch_workers())
             if len(self._workers) == 1:
                 await worker.serve(app)
             else:
                 app.state.server.close()  # It has shown that the options are good.
                 await self._run_workers(address)
-            told.cancel()
+            watching.cancel()
         finally:
             await llm.close()
         logger.info("ended")
@@ -209,10 +209,20 @@ class _Supervisor:
         ]
         logger.info("in the model's text are found: %s", ", ".join(shown))
 
-    async def _log_start(self) -> None:
-        """Says where, once all API workers serve."""
-        while self._board.num_serving < len(self._workers):
+    async def _watch_workers(self) -> None:
+        """Says where they serve, once all do, and has the stand-in answer while none does."""
+        has_started = False
+        while self._board.phase < Phase.SHUTTING_DOWN:
+            if self._board.num_serving:
+                self._stand_in.close()
+            else:
+                await self._stand_in.open()
+            if not has_started and self._board.num_serving == len(self._workers):
+                has_started = True
+                self._log_start()
             await asyncio.sleep(_POLL_S)
+
+    def _log_start(self) -> None:
         page = f", with a page at {self._url()}/" if self._config.ui else ""
         keys = "API keys are asked for" if self._config.api_keys_file else "no API key is asked for"
         logger.info("serving at %s/v1%s; %s", self._url(), page, keys)

@@ -13,12 +13,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("jaxllm.server")
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
+_SECOND_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0  # before the first start there is none
 _LONG_LIFE_S = 60.0  # after so much, a death is not held against the next life
 
 
 class WorkerProcess:
-    """One worker's process after the other. A pause lies between two, which grows from 1 to 30 s while they die soon.
+    """One worker's process after the other. While they die soon, a pause lies between two, which grows from 1 to 30 s;
+    after a first death there is none.
 
     is_alive: whether there is one now.
     """
@@ -29,7 +30,7 @@ class WorkerProcess:
         self._address = address
         self._board = board
         self._has_served = False
-        self._pause_s = _FIRST_PAUSE_S
+        self._pause_s = 0.0
         self._next_start: float | None = None  # while there is none
         self._start()
 
@@ -78,7 +79,7 @@ class WorkerProcess:
                 f"API worker {index} ended with code {code} before it could serve; the lines above say why"
             )
         if now - self._started > _LONG_LIFE_S:
-            self._pause_s = _FIRST_PAUSE_S
+            self._pause_s = 0.0
         logger.error("API worker %d ended with code %s; it starts again in %g s", index, code, self._pause_s)
         self._next_start = now + self._pause_s
-        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        self._pause_s = min(max(2 * self._pause_s, _SECOND_PAUSE_S), _LONGEST_PAUSE_S)

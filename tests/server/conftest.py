@@ -14,6 +14,7 @@ from jaxllm import EngineConfig
 
 if TYPE_CHECKING:
     from live_server import LiveServer
+    from serve_process import ServeProcess
 
 sys.path.append(str(Path(__file__).parent))  # The core process finds stub_engine there, too.
 
@@ -49,6 +50,22 @@ def start_stub(stub_folder) -> "Iterator[Callable[..., LiveServer]]":
             return start_server(stack, engine_config, engine, **{"served_model_name": ["stub"]} | options)
 
         yield start
+
+
+@pytest.fixture
+def run_serve(stub_folder, tmp_path) -> "Iterator[Callable[..., ServeProcess]]":
+    """(**options of ServeProcess) -> `jaxllm serve` in a process of its own."""
+    from serve_process import ServeProcess
+
+    started = []
+
+    def run(**options: Any) -> "ServeProcess":
+        started.append(ServeProcess(tmp_path, stub_folder, **options))
+        return started[-1]
+
+    yield run
+    for server in started:
+        server.close()
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from jaxllm import AsyncLLM, EngineConfig, EngineProcess
 from jaxllm.server.board import Board, Phase
 from jaxllm.server.http_worker import HttpWorker
 from jaxllm.server.keys import ApiKeys
-from jaxllm.server.serve import bind
+from jaxllm.server.serve import listen
 from jaxllm.server.server_config import ServerConfig
 
 ADMIN_KEY = "admin-key-of-tests"
@@ -31,7 +31,7 @@ class LiveServer:
         self.process = process
         self.config = config
         self.board = Board()
-        (self._listener,) = bind(config)
+        self._listener = listen(config)
         host, port = self._listener.getsockname()[:2]
         self.url = f"{'https' if config.has_tls else 'http'}://{host}:{port}"
         self._worker = HttpWorker(config=config, keys=keys, listener=self._listener)

@@ -79,6 +79,10 @@ class ServeProcess:
         except psutil.NoSuchProcess:
             return []
 
+    def find_workers(self) -> list[psutil.Process]:
+        """The API workers, where there are several."""
+        return [p for p in self.find_processes()[1:] if "spawn_main" in " ".join(p.cmdline())]
+
     def wait_for(self, condition: Any, timeout_s: float = 20.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():

@@ -8,27 +8,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
-from serve_process import ServeProcess
+from raw_http import connect, read_until
 from streaming_client import Streaming
-
-
-@pytest.fixture
-def run_serve(stub_folder, tmp_path) -> Iterator[Callable[..., ServeProcess]]:
-    started = []
-
-    def run(**options) -> ServeProcess:
-        started.append(ServeProcess(tmp_path, stub_folder, **options))
-        return started[-1]
-
-    yield run
-    for server in started:
-        server.close()
 
 
 def test_it_says_what_it_does(run_serve):
@@ -232,6 +219,21 @@ def test_several_workers_serve_one_engine(run_serve):
         for stream in streams:
             stream.assert_complete()
         assert client.get("/load").json()["server_load"] == 0
+    # Workers take connections from one queue, whoever has time.
+    with ExitStack() as stack:
+        clients = [stack.enter_context(connect(server.url)) for _ in range(60)]
+        for raw in clients:
+            raw.sendall(b"GET /health HTTP/1.1\r\nhost: test\r\n\r\n")
+            read_until(raw, b'"ok"}')
+        counts = [
+            sum(
+                c.status == "ESTABLISHED" and c.laddr.port == int(server.url.rsplit(":", 1)[1])
+                for c in p.net_connections()
+            )
+            for p in server.find_workers()
+        ]
+    assert sum(counts) == 60
+    assert min(counts) >= 1, counts
 
 
 def test_an_operator_reaches_all_workers_through_one(run_serve):
@@ -250,7 +252,7 @@ def test_an_operator_reaches_all_workers_through_one(run_serve):
 
 def test_a_worker_that_dies_is_started_again_and_the_others_go_on(run_serve):
     server = run_serve(api_workers=2)
-    workers = [p for p in server.processes[1:] if "spawn_main" in " ".join(p.cmdline())]
+    workers = server.find_workers()
     assert len(workers) == 2
     streams = [Streaming(server.url, 60) for _ in range(8)]
     for stream in streams:
@@ -262,11 +264,7 @@ def test_a_worker_that_dies_is_started_again_and_the_others_go_on(run_serve):
     assert complete
     for stream in complete:
         stream.assert_complete()
-
-    def num_alive() -> int:
-        return sum("spawn_main" in " ".join(p.cmdline()) for p in server.find_processes()[1:])
-
-    server.wait_for(lambda: num_alive() == 2)
+    server.wait_for(lambda: len(server.find_workers()) == 2)
     server.wait_for(lambda: sum("it starts again" in line for line in server.lines) == 1)
     for _ in range(10):
         assert httpx.get(server.url + "/health", timeout=20).status_code == 200

@@ -36,24 +36,23 @@ def test_one_that_never_served_is_not_started_again(make_process, tmp_path):
 
 
 def test_one_that_dies_again_and_again_is_started_ever_more_seldom(make_process, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(worker_process, "_FIRST_PAUSE_S", 0.2)
+    monkeypatch.setattr(worker_process, "_SECOND_PAUSE_S", 0.2)
     monkeypatch.setattr(worker_process, "_LONGEST_PAUSE_S", 0.4)
     process, _ = make_process(serves=True)
     deadline = time.monotonic() + PATIENCE_S
     num_looks = 0
-    while len((tmp_path / "lives").read_text().split() if num_looks else ()) < 4:
+    while len((tmp_path / "lives").read_text().split() if num_looks else ()) < 5:
         assert time.monotonic() < deadline
         process.end(PATIENCE_S)
         process.keep()
         num_looks += 1
         time.sleep(0.01)
     pauses = [record.args[-1] for record in caplog.records if record.name == "jaxllm.server"]
-    assert pauses[:3] == [0.2, 0.4, 0.4]
+    assert pauses[:4] == [0, 0.2, 0.4, 0.4]
     assert num_looks > 20, "it waits in between"
 
 
 def test_a_long_life_is_forgiven(make_process, monkeypatch, caplog):
-    monkeypatch.setattr(worker_process, "_FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(worker_process, "_LONG_LIFE_S", 0.0)
     process, board = make_process(serves=True)
     for _ in range(3):
@@ -62,7 +61,7 @@ def test_a_long_life_is_forgiven(make_process, monkeypatch, caplog):
         assert (board.num_serving, board.total_active) == (0, 0)
         time.sleep(0.02)
         process.keep()  # starts it again
-    assert [record.args[-1] for record in caplog.records if record.name == "jaxllm.server"] == [0.01] * 3
+    assert [record.args[-1] for record in caplog.records if record.name == "jaxllm.server"] == [0] * 3
 
 
 def test_what_has_not_served_yet_is_not_waited_for(make_process):
