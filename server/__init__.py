@@ -6,7 +6,8 @@ The server, from the outside in:
     server_config.py, server_logging.py
     http_worker.py       one HTTP process; worker_process.py: starts it again if it dies; board.py: what all of them see
     stand_in.py          answers while no HTTP process does
-    http_protocol.py     the connection, with limits on slow clients; request_head.py: what a request must be
+    http_protocol.py     the connection, with limits on slow clients; request_head.py: what a request must be;
+                         descriptor_reserve.py: for probes when there are too many connections
     app.py               the application, and `Server`: what every route shares
     limits.py            middlewares: bodies, request ids; api_errors.py: every answer with an error
     content_encoding.py, json_fault.py

@@ -13,6 +13,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from jaxllm.server.api_errors import ApiError, error_body
+from jaxllm.server.descriptor_reserve import LIFE_S, PROBES, DescriptorReserve
 from jaxllm.server.request_head import (
     MAX_HEAD_BYTES,
     RefusedRequest,
@@ -41,6 +42,7 @@ class GuardedProtocol(HttpToolsProtocol):
     WebSocket get HTTP/1.1. A client that ends its side of the connection after a request gets the answer if it still
     listens, which is found out by an interim response, and if it does so before the answer begins.
 
+    reserve: for connections that come when file descriptors are short; all of a process share it.
     on_refusal: called with path, id, status and message of what is refused here.
     """
 
@@ -49,12 +51,15 @@ class GuardedProtocol(HttpToolsProtocol):
         *args: Any,
         header_timeout_s: float,
         send_timeout_s: float,
+        reserve: DescriptorReserve,
         on_refusal: OnRefusal,
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
         self._header_timeout_s = header_timeout_s
         self._send_timeout_s = send_timeout_s
+        self._reserve = reserve
+        self._is_spare = False  # whether it is one for probes alone
         self._on_refusal = on_refusal
         self._header_timer: asyncio.TimerHandle | None = None  # while the headers of a request are awaited
         self._send_timer: asyncio.TimerHandle | None = None
@@ -70,6 +75,9 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if self._reserve.holds(transport):
+            self._is_spare = True
+            self._header_timeout_s = min(self._header_timeout_s, LIFE_S)
         self._expect_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -77,6 +85,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._stop_send_timer()
         if self._close_timer is not None:
             self._close_timer.cancel()
+        if self._is_spare:
+            self._reserve.forget(self.transport)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -143,7 +153,12 @@ class GuardedProtocol(HttpToolsProtocol):
         self.scope["method"] = method
         check_head(method, version, self.headers)
         self.url = path_and_query(self.url, method)
+        if self._is_spare and self.url.partition(b"?")[0].decode() not in PROBES:
+            self._reserve.note()
+            raise RefusedRequest(503, "the server has no file descriptors for more connections", (b"retry-after", b"1"))
         super().on_headers_complete()
+        if self._is_spare:
+            self.cycle.keep_alive = False
         if version == "1.0":
             self.cycle.waiting_for_100_continue = False
             self.cycle.send = partial(_send_without_chunks, self.cycle, self.cycle.send)  # type: ignore[method-assign]

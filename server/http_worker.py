@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 from jaxllm import AsyncLLM
 from jaxllm.server.app import Server, create_app
 from jaxllm.server.board import Board, Phase
+from jaxllm.server.descriptor_reserve import DescriptorReserve
 from jaxllm.server.drain import Drain
 from jaxllm.server.http_protocol import GuardedProtocol, OnRefusal
 from jaxllm.server.keys import ApiKeys
@@ -58,7 +59,8 @@ class HttpWorker:
         """Serves, and returns when the board's phase has told it to, with all requests ended and connections
         closed."""
         server: Server = app.state.server
-        http = _UvicornServer(uvicorn_config(app, self.config, on_refusal=server.refused))
+        reserve = DescriptorReserve(server.metrics.connection_refused)
+        http = _UvicornServer(uvicorn_config(app, self.config, reserve=reserve, on_refusal=server.refused))
         gc.collect()
         gc.freeze()  # What lives as long as the process would be looked through again and again, for 0.1 s each time.
         serving = asyncio.ensure_future(http.serve([self.listener]))
@@ -119,12 +121,15 @@ class _UvicornServer(uvicorn.Server):
         yield
 
 
-def uvicorn_config(app: ASGIApp, config: ServerConfig, *, on_refusal: OnRefusal) -> uvicorn.Config:
-    """How connections are treated, whoever answers them. `on_refusal`: see GuardedProtocol."""
+def uvicorn_config(
+    app: ASGIApp, config: ServerConfig, *, reserve: DescriptorReserve, on_refusal: OnRefusal
+) -> uvicorn.Config:
+    """How connections are treated, whoever answers them. `reserve`, `on_refusal`: see GuardedProtocol."""
     protocol: Any = partial(
         GuardedProtocol,
         header_timeout_s=config.header_timeout_s,
         send_timeout_s=config.send_timeout_s,
+        reserve=reserve,
         on_refusal=on_refusal,
     )
     return uvicorn.Config(

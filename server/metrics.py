@@ -61,6 +61,7 @@ _TOKEN_COUNTERS: Mapping[str, str] = {
 _GENERATION_TOKENS = list(_TOKEN_COUNTERS).index("generation_tokens")  # the places of these come first
 FINISH_REASONS = ("stop", "length", "abort", "timeout", "error")
 STATUSES = (400, 401, 403, 404, 405, 408, 409, 413, 414, 415, 417, 422, 429, 431, 499, 500, 501, 503, 504, 505)
+_REFUSED_CONNECTIONS = "refused_connections"
 
 
 class _Histogram:
@@ -99,7 +100,7 @@ class Metrics(Collector):
         self._llm = llm
         self._model_name = config.served_model_name[0] if config.served_model_name else llm.info.model
         self._prefix = config.metrics_prefix
-        names = [*_TOKEN_COUNTERS, *FINISH_REASONS, *map(str, STATUSES)]
+        names = [*_TOKEN_COUNTERS, *FINISH_REASONS, *map(str, STATUSES), _REFUSED_CONNECTIONS]
         self._places = {name: place for place, name in enumerate(names)}
         recent_start = len(names) + sum(len(bounds) + 2 for bounds, _ in _HISTOGRAMS.values())
         self._counts = SharedCounts(recent_start + Recent.SIZE, shared_folder)
@@ -160,6 +161,10 @@ class Metrics(Collector):
         if (place := self._places.get(str(status))) is not None:
             self._own[place] += 1
 
+    def connection_refused(self) -> None:
+        """Counts a connection that came when file descriptors were short."""
+        self._own[self._places[_REFUSED_CONNECTIONS]] += 1
+
     def text(self) -> bytes:
         """The page for Prometheus, in its text format 0.0.4."""
         return generate_latest(self._registry)
@@ -177,6 +182,8 @@ class Metrics(Collector):
         yield self._counter("request_success", "Ended requests, by reason.", ("finished_reason",), by_reason)
         by_status: Values = {(str(status),): totals[self._places[str(status)]] for status in STATUSES}
         yield self._counter("request_refusals", "Answers with an error, by HTTP status.", ("status",), by_status)
+        text = "Connections that were refused since file descriptors were short."
+        yield self._counter(_REFUSED_CONNECTIONS, text, (), {(): totals[self._places[_REFUSED_CONNECTIONS]]})
         for name, (_, text) in _HISTOGRAMS.items():
             for known_as in (name, _ALSO_KNOWN_AS.get(name)):
                 if known_as:

@@ -10,6 +10,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from jaxllm.server.api_errors import ApiError, error_body
+from jaxllm.server.descriptor_reserve import DescriptorReserve
 from jaxllm.server.http_worker import uvicorn_config
 from jaxllm.server.server_config import ServerConfig
 
@@ -25,7 +26,7 @@ class StandIn:
     """
 
     def __init__(self, config: ServerConfig, listener: socket.socket) -> None:
-        self._uvicorn = uvicorn_config(_answer, config, on_refusal=_ignore)
+        self._uvicorn = uvicorn_config(_answer, config, reserve=DescriptorReserve(_ignore), on_refusal=_ignore)
         self._uvicorn.load()
         self._listener = listener
         self._server: asyncio.Server | None = None
@@ -65,5 +66,5 @@ async def _answer(scope: Scope, receive: Receive, send: Send) -> None:
     await response(scope, receive, send)
 
 
-def _ignore(path: str, request_id: str, status: int, message: str) -> None:
+def _ignore(*facts: object) -> None:
     """There are no metrics yet."""
