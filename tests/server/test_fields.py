@@ -90,8 +90,8 @@ CALL_TEXT = '!say:<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 STREAMED = {"stream": True}
 CHAT = samples(
     ChatRequest, **SAMPLING, **VLLM, n=2, max_completion_tokens=({"max_tokens": None, "max_completion_tokens": 3},
-    {"max_tokens": None, "max_completion_tokens": 2}), max_tokens=2, logprobs=True, reasoning_effort="low", chat_template="x",
-    top_logprobs=({"logprobs": True}, {"logprobs": True, "top_logprobs": 2}),
+    {"max_tokens": None, "max_completion_tokens": 2}), max_tokens=2, logprobs=True,
+    reasoning_effort="low", chat_template="x", top_logprobs=({"logprobs": True}, {"logprobs": True, "top_logprobs": 2}),
     tool_choice=({"tools": CHAT_TOOL}, {"tools": CHAT_TOOL, "tool_choice": "none"}),
     parallel_tool_calls=({"tools": CHAT_TOOL, "messages": [SAID | {"content": CALL_TEXT * 2}], "max_tokens": 200},
                          {"tools": CHAT_TOOL, "messages": [SAID | {"content": CALL_TEXT * 2}], "max_tokens": 200,

@@ -13,17 +13,8 @@ import openai
 import pytest
 
 from jaxllm import EngineConfig
-from jaxllm.server.protocol.messages import (
-    CountTokensRequest,
-    MessagesRequest,
-    OutputConfig,
-    TextBlock,
-    Thinking,
-    ThinkingBlock,
-    Tool,
-    ToolResultBlock,
-    ToolUseBlock,
-)
+from jaxllm.server.protocol.message_blocks import TextBlock, ThinkingBlock, ToolResultBlock, ToolUseBlock
+from jaxllm.server.protocol.messages import CountTokensRequest, MessagesRequest, OutputConfig, Thinking, Tool
 
 if TYPE_CHECKING:
     from live_server import LiveServer
