@@ -60,7 +60,7 @@ class CoreRequest:
         if prompt_token_ids and not (min(prompt_token_ids) >= 0 and max(prompt_token_ids) < info.vocab_size):
             wrong = next(token_id for token_id in prompt_token_ids if not 0 <= token_id < info.vocab_size)
             raise InvalidRequestError(
-                f"token id {wrong:,} is not in the vocabulary; ids must be from 0 to {info.vocab_size - 1:,}",
+                f"token id {f'{wrong:,}'[:40]} is not in the vocabulary; ids must be from 0 to {info.vocab_size - 1:,}",
                 param="prompt",
             )
         return cls(

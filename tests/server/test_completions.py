@@ -182,6 +182,7 @@ def test_tokens_found_in_the_prefix_cache_are_told(stub_server):
         ("prompt", "\ud800", "half of a character"),
         ("prompt", [-1], "token id -1 is not in the vocabulary"),
         ("prompt", [2**70], "is not in the vocabulary"),
+        ("prompt", [10**4000], "is not in the vocabulary"),
         ("prompt", "", "is empty"),
         ("priority", -1, "priority is -1"),
         ("stream_options", {"include_usage": True}, "stream_options needs stream"),
@@ -191,7 +192,8 @@ def test_what_cannot_be_is_refused_by_name(stub_server, field, value, words):
     refusal = error(stub_server, **({"prompt": "a", "max_tokens": 1} | {field: value}))
     assert words in refusal["message"]
     assert refusal["type"] == "invalid_request_error"
-    assert field in (refusal["param"] or refusal["message"]) or field == "prompt"
+    assert refusal["param"].startswith(field)
+    assert len(refusal["message"]) < 300
 
 
 def test_one_request_cannot_fill_the_queue(stub_server):
