@@ -22,10 +22,7 @@ async def list_models(
     limit: Annotated[int, Query(ge=1, le=1000, description="The most models to list.")] = 1000,
     after_id: Annotated[str | None, Query(description="List those behind this one.")] = None,
     before_id: Annotated[str | None, Query(description="List those before this one.")] = None,
-    lifecycle: Annotated[
-        list[Literal["active", "deprecated", "retired"]] | None,
-        Query(alias="lifecycle[]", description="All are active."),
-    ] = None,
+    lifecycle: Annotated[list[Lifecycle] | None, Query(alias="lifecycle[]", description="All are active.")] = None,
 ) -> dict[str, Any]:
     """All names under which the model is served."""
     server = request.app.state.server

@@ -11,7 +11,7 @@ import pytest
 from jaxllm.server.protocol.chat import ChatRequest
 from jaxllm.server.protocol.completions import CompletionRequest
 from jaxllm.server.protocol.messages import CountTokensRequest, MessagesRequest
-from jaxllm.server.protocol.responses import ResponseRequest
+from jaxllm.server.protocol.responses import InputTokensRequest, ResponseRequest
 from jaxllm.server.protocol.sampling import Only, RequestModel
 from jaxllm.server.routes.tokenize import DetokenizeRequest, TokenizeRequest
 
@@ -20,6 +20,7 @@ BASES: dict[type[RequestModel], tuple[str, dict[str, Any]]] = {
     CompletionRequest: ("/v1/completions", {"model": "stub", "prompt": "ab", "max_tokens": 4}),
     ChatRequest: ("/v1/chat/completions", {"model": "stub", "messages": [SAID], "max_tokens": 4}),
     ResponseRequest: ("/v1/responses", {"model": "stub", "input": "ab", "max_output_tokens": 4}),
+    InputTokensRequest: ("/v1/responses/input_tokens", {"model": "stub", "input": "ab"}),
     MessagesRequest: ("/v1/messages", {"model": "stub", "messages": [SAID], "max_tokens": 4}),
     CountTokensRequest: ("/v1/messages/count_tokens", {"model": "stub", "messages": [SAID]}),
     TokenizeRequest: ("/tokenize", {"model": "stub", "prompt": "ab"}),
@@ -138,6 +139,23 @@ RESPONSES_TOOL = [{"type": "function", "name": "f", "description": "d", "paramet
 CALL_ITEM = {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"x": 1}'}
 OUTPUT_ITEM = {"type": "function_call_output", "call_id": "c", "output": "r"}
 
+INPUT: Body = {
+    "MessageItem.role": parts({"role": "system"}, of="input", base=[ITEM]),
+    "MessageItem.content": parts({"content": "abc"}, of="input", base=[ITEM]),
+    "FunctionCallItem.call_id": parts({"call_id": "d"}, of="input", base=[ITEM, CALL_ITEM]),
+    "FunctionCallItem.name": parts({"name": "g"}, of="input", base=[ITEM, CALL_ITEM]),
+    "FunctionCallItem.arguments": parts({"arguments": "{}"}, of="input", base=[ITEM, CALL_ITEM]),
+    "FunctionCallOutputItem.call_id": parts({"call_id": "d"}, of="input", base=[CALL_ITEM, OUTPUT_ITEM]),
+    "FunctionCallOutputItem.output": parts({"output": "s"}, of="input", base=[CALL_ITEM, OUTPUT_ITEM]),
+    "ReasoningItem.content": parts(
+        {"content": [{"type": "reasoning_text", "text": "Hm."}]}, of="input", base=[ITEM, {"type": "reasoning"}]
+    ),
+    "FunctionTool.name": parts({"name": "g"}, of="tools", base=RESPONSES_TOOL),
+    "FunctionTool.description": parts({"description": "e"}, of="tools", base=RESPONSES_TOOL),
+    "FunctionTool.parameters": parts({"parameters": {}}, of="tools", base=RESPONSES_TOOL),
+    "Reasoning.effort": ({"reasoning": {}}, {"reasoning": {"effort": "low"}}),
+}
+
 EFFECTS: dict[type[RequestModel], dict[str, tuple[Body, Body]]] = {
     CompletionRequest: samples(
         CompletionRequest, **SAMPLING, **VLLM, n=2, prompt="abc", max_tokens=2, logprobs=1, echo=True, best_of=2,
@@ -161,23 +179,14 @@ EFFECTS: dict[type[RequestModel], dict[str, tuple[Body, Body]]] = {
         ResponseRequest, **SAMPLING, **VLLM, instructions="i", previous_response_id="r", store=False, background=True,
         max_output_tokens=2, tool_choice="none", parallel_tool_calls=False, metadata={"a": "b"},
         chat_template_kwargs={"enable_thinking": True},
-        **{
-            "MessageItem.role": parts({"role": "system"}, of="input", base=[ITEM]),
-            "MessageItem.content": parts({"content": "abc"}, of="input", base=[ITEM]),
-            "FunctionCallItem.call_id": parts({"call_id": "d"}, of="input", base=[ITEM, CALL_ITEM]),
-            "FunctionCallItem.name": parts({"name": "g"}, of="input", base=[ITEM, CALL_ITEM]),
-            "FunctionCallItem.arguments": parts({"arguments": "{}"}, of="input", base=[ITEM, CALL_ITEM]),
-            "FunctionCallOutputItem.call_id": parts({"call_id": "d"}, of="input", base=[CALL_ITEM, OUTPUT_ITEM]),
-            "FunctionCallOutputItem.output": parts({"output": "s"}, of="input", base=[CALL_ITEM, OUTPUT_ITEM]),
-            "ReasoningItem.content": parts(
-                {"content": [{"type": "reasoning_text", "text": "Hm."}]}, of="input", base=[ITEM, {"type": "reasoning"}]
-            ),
-            "FunctionTool.name": parts({"name": "g"}, of="tools", base=RESPONSES_TOOL),
-            "FunctionTool.description": parts({"description": "e"}, of="tools", base=RESPONSES_TOOL),
-            "FunctionTool.parameters": parts({"parameters": {}}, of="tools", base=RESPONSES_TOOL),
-            "Reasoning.effort": ({"reasoning": {}}, {"reasoning": {"effort": "low"}}),
+        **INPUT, **{
             "StreamOptions.include_usage": (STREAMED, STREAMED | {"stream_options": {"include_usage": True}}),
         },
+    ),
+    InputTokensRequest: samples(
+        InputTokensRequest, model="other", instructions="i", previous_response_id="r",
+        tool_choice=({"tools": RESPONSES_TOOL}, {"tools": RESPONSES_TOOL, "tool_choice": "none"}),
+        chat_template_kwargs={"enable_thinking": True}, **INPUT,
     ),
     MessagesRequest: samples(
         MessagesRequest, **SAMPLING, **COUNTED, max_tokens=2, stop_sequences=["b"],
@@ -210,6 +219,7 @@ UNSEEN: dict[type[RequestModel], set[str]] = {
     TokenizeRequest: {"TokenizeRequest.add_special_tokens"},  # The tokenizer adds none here; see test_app.py.
     # The template leaves reasoning out, and calls are of the answer.
     CountTokensRequest: {"ThinkingBlock.thinking", "ToolChoice.disable_parallel_tool_use"},
+    InputTokensRequest: {"InputTokensRequest.parallel_tool_calls"},
 }
 VARIES = {"id", "created", "created_at", "completed_at", "usage", "request_id", "call_id"}
 
