@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from jaxllm.async_llm import AsyncLLM
     from jaxllm.config import EngineConfig
     from jaxllm.control_tokens import ControlTokens
+    from jaxllm.conversation import Conversation
     from jaxllm.engine.engine_info import EngineInfo
     from jaxllm.engine.engine_process import EngineProcess
     from jaxllm.engine.engine_stats import EngineStats
@@ -27,6 +28,7 @@ _HOMES = {
     "CompletionOutput": "outputs",
     "ConfigError": "errors",
     "ControlTokens": "control_tokens",
+    "Conversation": "conversation",
     "EngineConfig": "config",
     "EngineDeadError": "errors",
     "EngineInfo": "engine.engine_info",
@@ -51,6 +53,7 @@ __all__ = [
     "CompletionOutput",
     "ConfigError",
     "ControlTokens",
+    "Conversation",
     "EngineConfig",
     "EngineDeadError",
     "EngineInfo",

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from jaxllm.config import EngineConfig
 from jaxllm.control_tokens import ControlTokens
+from jaxllm.conversation import Conversation
 from jaxllm.engine.engine import Engine
 from jaxllm.errors import InvalidRequestError
 from jaxllm.outputs import RequestOutput
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 Prompt = str | Mapping[str, Any]
 """A text, {"prompt": text}, or {"prompt_token_ids": [...]}."""
 
-Message = Mapping[str, str]
-"""{"role": "system" | "user" | "assistant", "content": text}."""
+Message = Mapping[str, Any]
+"""{"role": "system" | "user" | "assistant", "content": text}, or another form that `Conversation.add` takes."""
 
 _DEFAULT_PARAMS = SamplingParams()
 
@@ -194,13 +195,14 @@ class LLM:
     def _render(self, messages: Any, name: str) -> tuple[str, list[int]]:
         """(text, token ids) of a conversation with the beginning of the answer."""
         _check_list(name, messages)
-        for message in messages:
-            if not isinstance(message, Mapping) or not all(
-                isinstance(message.get(k), str) for k in ("role", "content")
-            ):
-                raise InvalidRequestError(
-                    f'{name} has the message {message!r}; it must be {{"role": text, "content": text}}'
-                )
+        conversation = Conversation()
+        for number, message in enumerate(messages):
+            if not isinstance(message, Mapping):
+                raise InvalidRequestError(f'{name} has the message {message!r}; it must be {{"role": …, "content": …}}')
+            try:
+                conversation.add(message)
+            except ValueError as error:
+                raise InvalidRequestError(f"{name} has a message {number} that does not fit: {error}") from error
         tokenizer = self.engine.tokenizer
         if not tokenizer.chat_template:
             raise InvalidRequestError(
@@ -208,10 +210,12 @@ class LLM:
             )
 
         def render(messages: Any) -> str:
-            return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+            template = tokenizer.get_chat_template()
+            readable = Conversation(messages).for_template(template)
+            return str(tokenizer.apply_chat_template(readable, tokenize=False, add_generation_prompt=True))
 
         try:
-            parts = self._control_tokens.parts(render, messages)
+            parts = self._control_tokens.parts(render, conversation.messages)
         except Exception as error:  # Templates raise on what they do not accept, each in its own way.
             raise InvalidRequestError(f"{name} does not fit the model's chat template: {error}") from error
         text = _checked_text("".join(parts), name)

@@ -17,7 +17,7 @@ The server, from the outside in:
     client_watch.py      whether the client is still there
     generation.py        one prompt on its way through the engine; generation_group.py: several of one request;
                          deltas.py: what comes of them; request_account.py: what was made, whoever reads it
-    prompt_encoder.py, chat_templates.py, conversation.py
+    prompt_encoder.py, chat_templates.py; chat_input.py, response_input.py: what requests give them
     reply.py             an answer taken apart into reasoning, content and tool calls; parsers/: how models write them
     completion_answer.py, chat_answer.py, response_builder.py, message_builder.py, streaming.py: the answers
     event_stream.py      an answer that is sent as it is made

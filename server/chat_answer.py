@@ -8,8 +8,8 @@ from uuid import uuid4
 from fastapi import Request
 
 from jaxllm import OutputDelta, TokenLogprobs
-from jaxllm.server.api_errors import ApiError
 from jaxllm.server.call import Call
+from jaxllm.server.chat_input import messages_for_template
 from jaxllm.server.deltas import deltas
 from jaxllm.server.parsers import ContentPart, ReasoningPart, ReplyPart, ToolCallArguments, ToolCallStart
 from jaxllm.server.protocol.chat import ChatCompletion, ChatRequest
@@ -50,7 +50,7 @@ class ChatAnswer:
             server,
             request,
             call,
-            _messages(body),
+            messages_for_template(body.messages),
             body.to_sampling_params(),
             tools=[tool.for_template() for tool in body.tools or ()] if body.may_call_tools else (),
             template=body.chat_template,
@@ -154,17 +154,6 @@ def _message(parts: Sequence[ReplyPart]) -> dict[str, Any]:
     if calls:
         message |= {"content": content or None, "tool_calls": calls}
     return message
-
-
-def _messages(body: ChatRequest) -> list[dict[str, Any]]:
-    messages = []
-    for number, message in enumerate(body.messages):
-        try:
-            messages.append(message.for_template())
-        except ValueError as error:
-            place = f"messages[{number}]"
-            raise ApiError(400, f"{place}: {error}", param=place, logged=f"{place} is not what it must be") from None
-    return messages
 
 
 def _delta_of(part: ReplyPart) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import jinja2
 import jinja2.ext
 import jinja2.meta
 
-from jaxllm import ConfigError, InvalidRequestError
+from jaxllm import ConfigError, Conversation, InvalidRequestError
 from jaxllm.server.prompt_encoder import PromptEncoder
 
 if TYPE_CHECKING:
@@ -53,8 +53,7 @@ class ChatTemplates:
         or a variable is text: nobody ends their turn with it, or speaks as somebody else.
 
         Args:
-          messages: each with "role", "content" (a text), and what else the template reads. The role "developer" becomes
-            "system" in a template that does not mention it.
+          messages: those of a `Conversation`.
           tools: JSON schemas of functions, in OpenAI's form.
           template: a request's own.
           kwargs: further variables of the template, as {"enable_thinking": False}.
@@ -96,11 +95,9 @@ class ChatTemplates:
                 param="tools",
             )
         self._check_kwargs(kwargs or {}, variables)
-        # OpenAI's newer name for who says how to answer. Few templates know it.
-        renamed = {} if "developer" in template else {"developer": "system"}
         try:
             text = self._tokenizer.apply_chat_template(
-                [{**message, "role": renamed.get(message["role"], message["role"])} for message in messages],
+                Conversation(messages).for_template(template),
                 tools=[dict(tool) for tool in tools] if tools else None,
                 chat_template=template,
                 tokenize=False,

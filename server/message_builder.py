@@ -4,8 +4,8 @@ import secrets
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from jaxllm import Conversation
 from jaxllm.server.api_errors import ApiError
-from jaxllm.server.conversation import parsed_arguments
 from jaxllm.server.parsers import ContentPart, ReasoningPart, ReplyPart, ToolCallArguments, ToolCallStart
 from jaxllm.server.streaming import encode_json
 
@@ -104,7 +104,7 @@ class MessageBuilder:
         if self._block is None:
             return
         field, text = _FIELDS[self._block["type"]][0], "".join(self._pieces)
-        self._block[field] = parsed_arguments(text) if field == "input" else text
+        self._block[field] = Conversation.parse_arguments(text) if field == "input" else text
         self._block = None
         self._pieces.clear()
         yield _event("content_block_stop", index=self._index)

@@ -5,8 +5,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from jaxllm import Conversation
 from jaxllm.server.api_errors import ApiError
-from jaxllm.server.conversation import Conversation, parsed_arguments
 from jaxllm.server.parsers import ContentPart, ReasoningPart, ReplyPart, ToolCallArguments, ToolCallStart
 from jaxllm.server.streaming import encode_json
 
@@ -63,7 +63,7 @@ class ResponseBuilder:
                 case "reasoning":
                     conversation.think(item["content"][0]["text"])
                 case "function_call":
-                    conversation.call(item["call_id"], item["name"], parsed_arguments(item["arguments"]))
+                    conversation.call(item["call_id"], item["name"], item["arguments"])
 
     def _part(self, part: ReplyPart) -> Iterator[bytes]:
         match part:

@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from jaxllm import Conversation
 from jaxllm.server.api_errors import ApiError, shown
-from jaxllm.server.conversation import Conversation
 from jaxllm.server.keys import Caller
 from jaxllm.server.protocol.responses import InputTokensRequest
 from jaxllm.server.response_store import StoredResponse

@@ -10,6 +10,7 @@ PUBLIC_NAMES = [
     "CompletionOutput",
     "ConfigError",
     "ControlTokens",
+    "Conversation",
     "EngineConfig",
     "EngineDeadError",
     "EngineInfo",

@@ -1,6 +1,5 @@
 """Bodies and answers of /v1/chat/completions."""
 
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
@@ -25,13 +24,18 @@ from jaxllm.server.protocol.usage import Usage
 
 class CalledFunction(RequestModel):
     name: Text
-    arguments: Annotated[Text, Field(description="A JSON object.")]
+    arguments: Annotated[
+        Text | dict[str, Any] | None,
+        Field(description="A JSON object, as text or not; one that a model got wrong may be sent back."),
+    ] = None
+    parsed_arguments: Annotated[Any, Field(description="As OpenAI's client adds it; changes nothing.")] = None
 
 
 class ToolCall(RequestModel):
     id: Text
     type: Literal["function"]
     function: CalledFunction
+    index: Annotated[Any, Field(description="As it came in a stream; changes nothing.")] = None
 
 
 class Message(RequestModel):
@@ -49,6 +53,7 @@ class Message(RequestModel):
     annotations: Annotated[Any, Only([])] = None
     audio: Annotated[Any, Only()] = None
     function_call: Annotated[Any, Only(hint="use tool_calls")] = None
+    parsed: Annotated[Any, Field(description="As OpenAI's client adds it; changes nothing.")] = None
 
     @model_validator(mode="after")
     def _check_role(self) -> "Message":
@@ -62,39 +67,9 @@ class Message(RequestModel):
                 raise contradiction(name, f"a message of the role {self.role} has no {name}")
         if is_tool and self.tool_call_id is None:
             raise contradiction("tool_call_id", "a message of the role tool needs tool_call_id")
-        if self.content is None and not (is_assistant and (self.tool_calls or self.reasoning_content is not None)):
+        if self.content is None and not is_assistant:
             raise contradiction("content", "content is missing")
         return self
-
-    def for_template(self) -> dict[str, Any]:
-        """As chat templates read it: the arguments of calls are objects, not JSON in a text.
-
-        Raises ValueError naming what is not a JSON object.
-        """
-        message: dict[str, Any] = {"role": self.role, "content": self.content if self.content is not None else ""}
-        for name in ("name", "tool_call_id", "reasoning_content"):
-            if (value := getattr(self, name)) is not None:
-                message[name] = value
-        if self.tool_calls:
-            message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.function.name, "arguments": _arguments(number, call.function.arguments)},
-                }
-                for number, call in enumerate(self.tool_calls)
-            ]
-        return message
-
-
-def _arguments(number: int, text: str) -> dict[str, Any]:
-    try:
-        arguments = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise ValueError(f"tool_calls[{number}].function.arguments is {text[:80]!r}; it must be a JSON object")
-    return arguments
 
 
 class Function(RequestModel):

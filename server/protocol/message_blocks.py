@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from jaxllm.server.conversation import Conversation
+from jaxllm import Conversation
 from jaxllm.server.protocol.sampling import Items, Only, RequestModel, Text, contradiction
 from jaxllm.server.protocol.text_content import TextContent
 

@@ -5,8 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from jaxllm import SamplingParams
-from jaxllm.server.conversation import Conversation
+from jaxllm import Conversation, SamplingParams
 from jaxllm.server.protocol.function_tool import Strict, function_for_template
 from jaxllm.server.protocol.message_blocks import CacheControl, Message, Texts, Turn
 from jaxllm.server.protocol.sampling import (

@@ -2,10 +2,9 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from jaxllm import SamplingParams
-from jaxllm.server.conversation import Conversation, parsed_arguments
+from jaxllm import Conversation, SamplingParams
 from jaxllm.server.protocol.function_tool import Strict, function_for_template
 from jaxllm.server.protocol.sampling import (
     Items,
@@ -20,7 +19,9 @@ from jaxllm.server.protocol.sampling import (
 from jaxllm.server.protocol.text_content import TextContent
 from jaxllm.server.streaming import encode_json
 
-Content = Annotated[str, TextContent("input_text", "output_text", "text", ignored=("annotations", "logprobs"))]
+Content = Annotated[
+    str, TextContent("input_text", "output_text", "text", ignored=("annotations", "logprobs", "parsed"))
+]
 Status = Annotated[
     Literal["in_progress", "completed", "incomplete"] | None, Field(description="As it came; changes nothing.")
 ]
@@ -51,16 +52,19 @@ class MessageItem(_Item):
 
 
 class FunctionCallItem(_Item):
+    model_config = ConfigDict(populate_by_name=True)  # "async" is "async_" in what OpenAI's client dumps
+
     type: Literal["function_call"]
     call_id: Text
     name: Text
     arguments: Annotated[Text, Field(description="A JSON object; one that a model got wrong may be sent back.")]
+    parsed_arguments: Annotated[Any, Field(description="As OpenAI's client adds it; changes nothing.")] = None
     namespace: Annotated[Any, Only()] = None
     caller: Annotated[Any, Only()] = None
     async_: Annotated[Any, Only(False), Field(alias="async")] = None
 
     def add_to(self, conversation: Conversation) -> None:
-        conversation.call(self.call_id, self.name, parsed_arguments(self.arguments))
+        conversation.call(self.call_id, self.name, self.arguments)
 
 
 class FunctionCallOutputItem(_Item):
@@ -119,6 +123,8 @@ def _check_json(value: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 class FunctionTool(RequestModel):
+    model_config = ConfigDict(populate_by_name=True)
+
     type: Literal["function"]
     name: Annotated[Text, Field(min_length=1, max_length=256)]
     description: Text | None = None

@@ -10,10 +10,9 @@ from fastapi import APIRouter, Depends, Query, Request
 from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.responses import Response
 
-from jaxllm import OutputDelta, SamplingParams
+from jaxllm import Conversation, OutputDelta, SamplingParams
 from jaxllm.server.api_errors import ApiError, blamed_as
 from jaxllm.server.call import CALL_HEADERS, Call, read_call
-from jaxllm.server.conversation import Conversation
 from jaxllm.server.deltas import deltas
 from jaxllm.server.event_stream import EVENT_STREAM, EventStream
 from jaxllm.server.keys import Caller, authenticate

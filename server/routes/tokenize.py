@@ -6,7 +6,9 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, Field, model_validator
 
 from jaxllm.server.api_errors import ApiError, blamed_as
+from jaxllm.server.chat_input import messages_for_template
 from jaxllm.server.keys import authenticate
+from jaxllm.server.protocol.chat import Message, Tool
 from jaxllm.server.protocol.sampling import Items, RequestModel, contradiction
 
 router = APIRouter(tags=["tokens"], dependencies=[Depends(authenticate)])
@@ -19,8 +21,8 @@ class TokenizeRequest(RequestModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Items[dict[str, Any]] | None = None
-    tools: Items[dict[str, Any]] | None = None
+    messages: Items[Message] | None = None
+    tools: Items[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     add_special_tokens: bool | None = Field(None, description="Of a prompt; a template brings its own. Default: true.")
@@ -66,8 +68,8 @@ async def tokenize(request: Request, body: TokenizeRequest) -> TokenizeResponse:
     if body.messages is not None:
         with blamed_as({"prompt": "messages"}):
             _, token_ids = await server.templates.render(
-                body.messages,
-                tools=body.tools,
+                messages_for_template(body.messages),
+                tools=[tool.for_template() for tool in body.tools or ()],
                 template=None,
                 kwargs=body.chat_template_kwargs or {},
                 add_generation_prompt=body.add_generation_prompt,

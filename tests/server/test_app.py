@@ -132,7 +132,7 @@ SAID, TEXT = {"role": "user", "content": "a"}, {"type": "text", "text": "a"}
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
-        ("/tokenize", {"messages": [{}] * 10_001}, "at most 10000 items"),
+        ("/tokenize", {"messages": [SAID] * 10_001}, "at most 10000 items"),
         ("/v1/chat/completions", {"messages": [SAID] * 10_001}, "at most 10000 items"),
         ("/v1/chat/completions", {"messages": [{}] * 10_000}, "messages[0].role is missing"),
         ("/v1/messages", {"max_tokens": 1, "messages": [SAID] * 10_001}, "at most 10000"),

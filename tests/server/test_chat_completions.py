@@ -147,9 +147,9 @@ def test_the_history_of_calls_goes_to_the_template(stub_server):
     whole = answer(stub_server, messages, max_tokens=len(prompt))
     assert whole["choices"][0]["message"]["content"] == prompt  # The stub repeats what it is told.
     messages[1]["tool_calls"][0]["function"]["arguments"] = "{"
-    refusal = error(stub_server, messages)
-    assert refusal["param"] == "messages[1]"
-    assert "tool_calls[0].function.arguments is '{'; it must be a JSON object" in refusal["message"]
+    prompt = prompt.replace('{"x": 1}', '{"INVALID_JSON": "{"}')
+    whole = answer(stub_server, messages, max_tokens=len(prompt))
+    assert whole["choices"][0]["message"]["content"] == prompt
 
 
 def test_an_answer_can_be_sent_back_as_it_came(stub_server):
@@ -251,14 +251,6 @@ def test_an_operator_may_end_a_request(stub_server):
         assert stub_server.run(stub_server.llm.abort(request_id))
         rest = [line for line in lines if line]
     assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "request_aborted"
-
-
-@pytest.mark.parametrize("arguments", ["{bad", "[1]", "[" * 50_000, '"text"'])
-def test_arguments_that_are_no_object_are_refused(stub_server, arguments):
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    message = error(stub_server, [{"role": "assistant", "content": None, "tool_calls": [call]}])["message"]
-    assert "must be a JSON object" in message
-    assert len(message) < 300
 
 
 def test_the_operators_default_ends_an_answer_without_a_limit(start_stub):

@@ -72,7 +72,7 @@ def test_tools_are_refused_where_the_template_would_not_show_them(make):
     "name", ["enable_thinkin", "messages", "tools", "add_generation_prompt", "tokenize", "bos_token"]
 )
 def test_a_variable_that_the_template_does_not_read_or_gets_otherwise_is_refused(make, name):
-    with pytest.raises(InvalidRequestError, match=f"'{name}'.*those it reads: enable_thinking"):
+    with pytest.raises(InvalidRequestError, match=f"'{name}'.*a request may set: enable_thinking"):
         make().render_text([USER], kwargs={name: True})
 
 

@@ -206,8 +206,6 @@ EFFECTS: dict[type[RequestModel], dict[str, tuple[Body, Body]]] = {
     CountTokensRequest: samples(CountTokensRequest, model="other", **COUNTED),
     TokenizeRequest: samples(
         TokenizeRequest, model="other", prompt="abc", return_token_strs=True,
-        messages=({}, {"prompt": None, "messages": [SAID]}),
-        tools=({"prompt": None, "messages": [SAID]}, {"prompt": None, "messages": [SAID], "tools": CHAT_TOOL}),
         chat_template_kwargs=({"prompt": None, "messages": [SAID]}, {"prompt": None, "messages": [SAID],
                               "chat_template_kwargs": {"enable_thinking": True}}),
         add_generation_prompt=({"prompt": None, "messages": [SAID]}, {"prompt": None, "messages": [SAID],
@@ -215,6 +213,11 @@ EFFECTS: dict[type[RequestModel], dict[str, tuple[Body, Body]]] = {
     ),
     DetokenizeRequest: samples(DetokenizeRequest, model="other", tokens=[70]),
 }  # fmt: skip
+EFFECTS[TokenizeRequest] |= {  # which takes the same messages and tools as a chat
+    field: ({"prompt": None, "messages": [SAID]} | before, {"prompt": None, "messages": [SAID]} | after)
+    for field, (before, after) in EFFECTS[ChatRequest].items()
+    if field.partition(".")[0] in ("Message", "CalledFunction", "ToolCall", "Function")
+}
 UNSEEN: dict[type[RequestModel], set[str]] = {
     TokenizeRequest: {"TokenizeRequest.add_special_tokens"},  # The tokenizer adds none here; see test_app.py.
     # The template leaves reasoning out, and calls are of the answer.
