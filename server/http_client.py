@@ -23,7 +23,7 @@ class HttpClient:
       OpenAI's base URLs, is dropped, as the requests' paths have it.
     api_key: sent as a bearer token, if not empty.
 
-    Raises ValueError: not such a URL.
+    Raises ValueError: not such a URL, or a key that no header can have.
     """
 
     def __init__(self, url: str, *, api_key: str = "") -> None:
@@ -32,6 +32,8 @@ class HttpClient:
             raise ValueError(f"the URL is {url!r}; it must be http://HOST:PORT or https://HOST:PORT")
         if parts.query or parts.fragment or parts.username:
             raise ValueError(f"the URL is {url!r}; it must have no user, no query and no fragment")
+        if not api_key.isascii() or not api_key.isprintable():
+            raise ValueError("the API key has characters that a header cannot have; it must be printable ASCII")
         self.url = url.rstrip("/").removesuffix("/v1")
         self._host, self._port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None

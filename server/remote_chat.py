@@ -67,6 +67,8 @@ class RemoteModel:
     def __init__(self, url: str, api_key: str, name: str | None, options: dict[str, Any]) -> None:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"the URL is {url!r}; it must be http://HOST:PORT or https://HOST:PORT")
+        if not api_key.isascii() or not api_key.isprintable():
+            raise ConfigError("the API key has characters that a header cannot have; it must be printable ASCII")
         self.url = url.rstrip("/").removesuffix("/v1")
         self._api_key = api_key
         self._options = {name: value for name, value in options.items() if value is not None}

@@ -49,10 +49,10 @@ class ResponseBuilder:
         events = b"".join(self._leave("incomplete"))
         return events + self._finish("failed", error={"code": "server_error", "message": error.message})
 
-    def cancel(self, usage: dict[str, Any]) -> None:
+    def cancel(self) -> None:
         """The client wants no more of it; what there is of it stays."""
         list(self._leave("incomplete"))
-        self.response |= {"status": "cancelled", "usage": usage}
+        self.response["status"] = "cancelled"
 
     def add_to(self, conversation: Conversation) -> None:
         """Appends the output."""

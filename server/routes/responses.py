@@ -217,9 +217,10 @@ class _Answer:
             known = ApiError.of(error)
             if known.status == 500:
                 logger.error("response %s failed in the background", self._builder.response["id"], exc_info=error)
+            self._builder.add(self._reply.rest())
+            self._builder.response["usage"] = await self._usage()
             if known.code == "request_aborted":
-                self._builder.add(self._reply.rest())
-                self._builder.cancel(await self._usage())
+                self._builder.cancel()
             else:
                 self._builder.fail(known)
             self._store()

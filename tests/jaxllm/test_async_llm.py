@@ -76,6 +76,32 @@ def greedy(**changes):
     return SamplingParams(**{"temperature": 0, "max_tokens": 24, "ignore_eos": True, **changes})
 
 
+@pytest.mark.parametrize("leave", ["close the stream", "close the client"])
+def test_whoever_leaves_hears_of_all_tokens_that_were_made(server, leave):
+    """Of a request that does not stream, too; and the number is what the engine has told."""
+
+    async def check():
+        llm, told = await AsyncLLM.connect(server.llm.process.address), []
+        llm.on_tokens = told.append
+        stream = await llm.submit([5, 6, 7], greedy(max_tokens=120), streams=False)
+        first = await anext(stream)
+        if leave == "close the stream":
+            stream.close()
+            assert [delta async for delta in stream] == []
+            while not stream.is_complete:
+                await asyncio.sleep(0.001)
+        else:
+            await llm.close()
+        rest = stream.take()
+        assert (len(first.token_ids), rest.finish_reason, stream.take()) == (1, "abort", None)
+        assert len(rest.token_ids) > 0
+        assert rest.metrics.num_output_tokens == 1 + len(rest.token_ids) == sum(told)
+        assert bool(rest.text) == (leave == "close the client")
+        await llm.close()
+
+    server.run(check())
+
+
 KINDS = {
     "greedy": {},
     "sampled": {"temperature": 1.0, "seed": 5},

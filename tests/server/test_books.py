@@ -112,30 +112,51 @@ def test_the_books_are_the_engines_after_random_aborts(books):
     assert reasons == {"length", "abort", "timeout"}
 
 
+DELAYS_S = [0.02 * 1.5**number for number in range(15)]  # after one of which a request is in the middle of its answer
+
+
 def test_a_request_that_nobody_waits_for_is_in_the_books_with_all_its_tokens(books):
-    async def run():
+    async def run(name, after_s):
         async with httpx.AsyncClient(base_url=books.server.url, timeout=60.0) as client:
-            await post(
-                client, "left", "/v1/completions", {"prompt": "abc", "max_tokens": MAX_TOKENS}, leave_after_s=0.1
-            )
+            body = {"prompt": "abc", "max_tokens": MAX_TOKENS}
+            await post(client, name, "/v1/completions", body, leave_after_s=after_s)
 
-    asyncio.run(run())
-    num_made, num_counted = books.close()
-    assert num_made == num_counted == books.finished["left"].num_output_tokens > 1
-    assert books.finished["left"].finish_reasons == ["abort"]
+    for after_s in DELAYS_S:
+        name = f"left-{after_s:.3f}"
+        asyncio.run(run(name, after_s))
+        num_made, num_counted = books.close()
+        assert num_made == num_counted == books.num_output_tokens()
+        left = books.finished.get(name)  # None where the request had not come so far
+        if left is not None and left.finish_reasons == ["abort"] and left.num_output_tokens > 1:
+            return
+    pytest.fail("no request was in the middle of its answer when its client left")
 
 
-def test_a_cancelled_response_keeps_what_was_made_and_says_how_much(books):
-    async def run():
+@pytest.mark.parametrize("end", ["cancelled", "failed"])
+def test_a_response_that_was_cut_off_keeps_what_was_made_and_says_how_much(books, end):
+    async def run(name, after_s):
         async with httpx.AsyncClient(base_url=books.server.url, timeout=60.0) as client:
-            return await cancel_in_background(client, "cancelled", 0.1)
+            if end == "cancelled":
+                return await cancel_in_background(client, name, after_s)
+            body = {"input": "abc", "max_output_tokens": MAX_TOKENS, "background": True}
+            response = (await post(client, name, "/v1/responses", body, timeout_s=after_s)).json()
+            while response.get("status") == "in_progress":
+                await asyncio.sleep(0.01)
+                response = (await client.get(f"/v1/responses/{response['id']}")).json()
+            return response
 
-    response = asyncio.run(run())
-    num_made, num_counted = books.close()
-    assert response["status"] == "cancelled"
-    assert num_made == num_counted == response["usage"]["output_tokens"] > 1
-    assert len(response["output"][0]["content"][0]["text"]) > 1
-    assert response["output"][0]["status"] == "incomplete"
+    num_told = 0
+    for after_s in DELAYS_S:
+        response = asyncio.run(run(f"{end}-{after_s:.3f}", after_s))
+        if "usage" not in response:  # It ran out of time in the queue.
+            continue
+        num_told += response["usage"]["output_tokens"]
+        assert books.close() == (num_told, num_told)
+        if response["status"] == end and response["usage"]["output_tokens"] > 1:
+            assert response["output"][0]["content"][0]["text"]
+            assert response["output"][0]["status"] == "incomplete"
+            return
+    pytest.fail(f"no response was {end} in the middle of its answer")
 
 
 def test_tokens_past_a_stop_string_are_counted_and_are_not_the_answers(books):

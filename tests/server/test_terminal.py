@@ -80,6 +80,13 @@ def test_an_argument_that_is_not_utf_8_is_refused_in_one_line():
         assert b"is not UTF-8" in line
 
 
+def test_a_key_that_no_header_can_have_is_refused_in_one_line(tmp_path, capsys):
+    (tmp_path / "in").write_text("{}\n")
+    for argv in (["chat"], ["run-batch", str(tmp_path / "in"), "-o", str(tmp_path / "out")], ["bench", "serve"]):
+        assert main([*argv, "--url", "http://127.0.0.1:1", "--api-key", "schlüssel"]) == 2
+        assert "the API key has characters that a header cannot have" in capsys.readouterr().err.splitlines()[-1]
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that is full is Linux's")
 def test_an_answer_that_cannot_be_written_is_one_line_and_code_2():
     with open("/dev/full", "wb") as full:
