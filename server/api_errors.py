@@ -208,6 +208,11 @@ def add_error_handlers(app: FastAPI) -> None:
         if type(error) is HTTPException and error.status_code in (404, 405):  # Starlette's, which names neither
             api_error.message = f"there is no {request.method} {_shortened(request.url.path)} here"
             if error.status_code == 405:
+                if "model" in request.path_params:  # What is no model takes no GET either.
+                    try:
+                        request.app.state.server.check_model(request.path_params["model"])
+                    except ApiError as unknown:
+                        return error_response(request.scope, unknown)
                 allowed = ", ".join(_allowed_methods(request.scope))
                 api_error.message += f"; it takes {allowed}"
                 api_error.headers = {"allow": allowed}

@@ -87,6 +87,9 @@ class GuardedProtocol(HttpToolsProtocol):
             self._close_timer.cancel()
         if self._is_spare:
             self._reserve.forget(self.transport)
+        if self._active is not None:  # uvicorn tells the newest one, which may be waiting behind it.
+            self._active.disconnected = True
+            self._active.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:

@@ -5,7 +5,6 @@ from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request
-from starlette.exceptions import HTTPException
 
 from jaxllm.server.api_errors import ApiError, shown
 from jaxllm.server.keys import authenticate
@@ -47,13 +46,6 @@ async def get_model(request: Request, model: str) -> dict[str, Any]:
     server = request.app.state.server
     server.check_model(model)
     return _describe(server, model)
-
-
-@router.api_route("/v1/models/{model:path}", methods=["POST", "PUT", "PATCH", "DELETE"], include_in_schema=False)
-async def refuse_method(request: Request, model: str) -> None:
-    """What is no model takes no GET either."""
-    request.app.state.server.check_model(model)
-    raise HTTPException(405, headers={"Allow": "GET"})
 
 
 def _index(names: list[str], param: str, name: str) -> int:

@@ -163,9 +163,10 @@ def test_so_does_one_that_waits_for_the_model(stub_server, stream):
     assert received.count(b'"finish_reason":"length"') == 2
 
 
-def test_a_client_that_has_left_is_told_from_one_that_has_ended_its_side(stub_server):
+@pytest.mark.parametrize("num_requests", [1, 3])
+def test_a_client_that_has_left_is_told_from_one_that_has_ended_its_side(stub_server, num_requests):
     client = connect(stub_server.url)
-    client.sendall(post("/v1/completions", {"model": "stub", "prompt": "!slow", "max_tokens": 1000}))
+    client.sendall(post("/v1/completions", {"model": "stub", "prompt": "!slow", "max_tokens": 1000}) * num_requests)
     stub_server.wait_for(lambda: stub_server.board.total_active == 1)
     client.close()
     stub_server.wait_for(lambda: stub_server.board.total_active == 0, timeout_s=3.0)

@@ -51,7 +51,7 @@ def test_head_where_there_is_no_get_is_refused(stub_server):
     [
         (CHAT, "POST"),
         ("/health", "GET, HEAD"),
-        ("/v1/models/a", "GET, HEAD"),
+        ("/v1/models/stub", "GET, HEAD"),
         ("/v1/responses/resp_a", "DELETE, GET, HEAD"),
         ("/", "GET, HEAD"),
     ],
