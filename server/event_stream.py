@@ -141,7 +141,8 @@ class EventStream(Response):
                 return False
             source.close()
             last = await writer.end()
-        except ClientLeftError:
+        except ClientLeftError as error:
+            error.__traceback__ = None  # It leads to the source, which keeps the error: a cycle.
             return True
         except Exception as error:
             known = ApiError.of(error)

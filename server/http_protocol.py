@@ -85,11 +85,13 @@ class GuardedProtocol(HttpToolsProtocol):
         self._stop_send_timer()
         if self._close_timer is not None:
             self._close_timer.cancel()
+            self._close_timer = None
         if self._is_spare:
             self._reserve.forget(self.transport)
         if self._active is not None:  # uvicorn tells the newest one, which may be waiting behind it.
             self._active.disconnected = True
             self._active.message_event.set()
+            self._active = None
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
