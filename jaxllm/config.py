@@ -190,7 +190,7 @@ def resolve(config: EngineConfig, *, platform: str, model_max_len: int) -> Resol
     if config.max_model_len is not None and config.max_model_len > model_max_len:
         raise ConfigError(
             f"max_model_len is {config.max_model_len:,}; the model was made for {model_max_len:,} tokens. "
-            "Lower max_model_len, or set a RoPE scaling in the model's config."
+            "Lower max_model_len, or let a RoPE scaling in the model's config (yarn, linear, dynamic) reach that far."
         )
     max_num_seqs = config.max_num_seqs or (32 if on_cpu else 256)
     if config.max_num_seqs is None and config.max_num_batched_tokens is not None:

@@ -41,7 +41,6 @@ class AttentionConfig:
     qk_norm_eps: float | None = None
     unit_offset_norm: bool = False
     sliding_window: int | None = None
-    soft_cap: float | None = None
 
 
 class Attention(nnx.Module):
@@ -85,7 +84,6 @@ def _attend(
         ragged_paged_attention,
         sm_scale=config.sm_scale,
         sliding_window=config.sliding_window,
-        soft_cap=config.soft_cap,
         decode_only=metadata.decode_only,
         implementation=metadata.implementation,
     )

@@ -1,6 +1,7 @@
 """Rotary position embedding (Su et al., arXiv 2104.09864) and its extensions to longer contexts."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -66,58 +67,65 @@ def _swap_halves(x_TNR: Array) -> Array:
     return lax.platform_dependent(x_TNR, tpu=by_product, default=by_roll)
 
 
-def make_rope(config: dict[str, Any], head_dim: int, max_model_len: int, *, theta: float | None = None) -> RopeConfig:
-    """The rotation a Hugging Face config asks for.
+def make_rope(
+    parameters: Mapping[str, Any], head_dim: int, *, max_position_embeddings: int, max_model_len: int
+) -> RopeConfig:
+    """The rotation that a model's RoPE parameters ask for.
 
-    Reads `rope_parameters` (new files) or `rope_theta` and `rope_scaling` (older ones). Formulas: linear, Chen et
-    al., arXiv 2306.15595; dynamic NTK, the NTK-aware interpolation of the same context; yarn, Peng et al., arXiv
-    2309.00071; longrope, Ding et al., arXiv 2402.13753; llama3, the Llama 3.1 model card; factors, the divisors that
-    GGUF files store.
+    Formulas: linear, Chen et al., arXiv 2306.15595; dynamic NTK, the NTK-aware interpolation of the same context; yarn,
+    Peng et al., arXiv 2309.00071; longrope, Ding et al., arXiv 2402.13753; llama3, the Llama 3.1 model card; factors,
+    the divisors that GGUF files store.
 
     "dynamic" and "longrope" depend on the length of the text. A paged cache is shared by texts of all lengths, so
     the length taken is `max_model_len`: one fixed rotation, whatever else is in the batch.
 
     Args:
-      config: the model's config.json.
+      parameters: `rope_type`, `rope_theta`, `partial_rotary_factor` if it is not 1, and what the type needs, under the
+        names of Hugging Face's `rope_parameters`.
       head_dim: H.
+      max_position_embeddings: of the model's config.
       max_model_len: the longest sequence that will be served.
-      theta: replaces the config's base and drops its scaling (local layers of Gemma 3).
 
     Raises:
-      UnsupportedModelError: a rope_type that is not in ROPE_TYPES.
+      UnsupportedModelError: a rope_type that is not in ROPE_TYPES, or a parameter that it needs is missing.
     """
-    parameters = config.get("rope_parameters") or {}
-    scaling = dict(parameters or config.get("rope_scaling") or {})
-    if theta is not None:
-        scaling = {}
-    base = theta or parameters.get("rope_theta") or config.get("rope_theta") or 10_000.0
-    rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
-    dim = int(head_dim * (scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0))
-    original_len = scaling.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
-    max_position = config.get("max_position_embeddings", max_model_len)
+    try:
+        return _make_rope(parameters, head_dim, max_position_embeddings, max_model_len)
+    except KeyError as error:
+        raise UnsupportedModelError(
+            f"a rope_type of {parameters['rope_type']!r} needs {error}, which is missing"
+        ) from error
+
+
+def _make_rope(
+    parameters: Mapping[str, Any], head_dim: int, max_position_embeddings: int, max_model_len: int
+) -> RopeConfig:
+    base, rope_type = parameters["rope_theta"], parameters["rope_type"]
+    dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+    original_len = parameters.get("original_max_position_embeddings", max_position_embeddings)
+    factor = parameters.get("factor")
     inv_freq = _inv_freq(base, dim)
     scale = 1.0
     match rope_type:
         case "default":
             pass
         case "linear":
-            inv_freq = inv_freq / scaling["factor"]
+            inv_freq = inv_freq / parameters["factor"]
         case "factors":
-            inv_freq = inv_freq / np.asarray(scaling["factors"], np.float64)
+            inv_freq = inv_freq / np.asarray(parameters["factors"], np.float64)
         case "dynamic":
-            inv_freq = _dynamic(base, dim, scaling["factor"], original_len or max_position, max_model_len)
+            inv_freq = _dynamic(base, dim, parameters["factor"], max_position_embeddings, max_model_len)
         case "llama3":
-            inv_freq = _llama3(inv_freq, scaling, original_len or max_position)
+            inv_freq = _llama3(inv_freq, parameters, original_len)
         case "yarn":
-            factor = scaling.get("factor") or max_position / (original_len or max_position)
-            inv_freq = _yarn(inv_freq, base, dim, factor, original_len or max_position, scaling)
-            scale = _yarn_scale(factor, scaling)
+            factor = factor or max_position_embeddings / original_len
+            inv_freq = _yarn(inv_freq, base, dim, factor, original_len, parameters)
+            scale = _yarn_scale(factor, parameters)
         case "longrope":
-            original_len = original_len or max_position
             name = "long_factor" if max_model_len > original_len else "short_factor"
-            inv_freq = inv_freq / np.asarray(scaling[name], np.float64)
-            factor = max_position / original_len if original_len != max_position else scaling.get("factor", 1.0)
-            scale = scaling.get("attention_factor") or (
+            inv_freq = inv_freq / np.asarray(parameters[name], np.float64)
+            factor = factor or max_position_embeddings / original_len
+            scale = parameters.get("attention_factor") or (
                 math.sqrt(1 + math.log(factor) / math.log(original_len)) if factor > 1 else 1.0
             )
         case _:
@@ -135,33 +143,33 @@ def _dynamic(base: float, dim: int, factor: float, original_len: int, length: in
     return _inv_freq(base, dim)
 
 
-def _llama3(inv_freq: np.ndarray, scaling: dict[str, Any], original_len: int) -> np.ndarray:
-    low, high, factor = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["factor"]
+def _llama3(inv_freq: np.ndarray, parameters: Mapping[str, Any], original_len: int) -> np.ndarray:
+    low, high, factor = parameters["low_freq_factor"], parameters["high_freq_factor"], parameters["factor"]
     turns = original_len * inv_freq / (2 * math.pi)
     keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
     return inv_freq * (keep + (1 - keep) / factor)
 
 
 def _yarn(
-    inv_freq: np.ndarray, base: float, dim: int, factor: float, original_len: int, scaling: dict[str, Any]
+    inv_freq: np.ndarray, base: float, dim: int, factor: float, original_len: int, parameters: Mapping[str, Any]
 ) -> np.ndarray:
     def dim_of(turns: float) -> float:
         return dim * math.log(original_len / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-    low, high = dim_of(scaling.get("beta_fast") or 32), dim_of(scaling.get("beta_slow") or 1)
-    if scaling.get("truncate", True):
+    low, high = dim_of(parameters.get("beta_fast") or 32), dim_of(parameters.get("beta_slow") or 1)
+    if parameters.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     ramp = np.clip((np.arange(dim // 2) - low) / max(high - low, 1e-3), 0.0, 1.0)
     return inv_freq * (1 - ramp) + inv_freq / factor * ramp
 
 
-def _yarn_scale(factor: float, scaling: dict[str, Any]) -> float:
+def _yarn_scale(factor: float, parameters: Mapping[str, Any]) -> float:
     def mscale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    if scaling.get("attention_factor") is not None:
-        return scaling["attention_factor"]
-    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        return mscale(scaling["mscale"]) / mscale(scaling["mscale_all_dim"])
+    if parameters.get("attention_factor") is not None:
+        return parameters["attention_factor"]
+    if parameters.get("mscale") and parameters.get("mscale_all_dim"):
+        return mscale(parameters["mscale"]) / mscale(parameters["mscale_all_dim"])
     return mscale(1.0)

@@ -1,21 +1,47 @@
 """Gemma 3, text (Gemma Team, arXiv 2503.19786): local and global layers, QK-norm, norms around each block."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
 
-from jaxllm.errors import UnsupportedModelError
 from jaxllm.layers.attention import Attention, AttentionConfig, StepMetadata
 from jaxllm.layers.embedding import Embedding
 from jaxllm.layers.kv_caches import KVCaches, LayerCache
 from jaxllm.layers.mlp import GatedMLP, check_activation
 from jaxllm.layers.norm import RMSNorm
 from jaxllm.layers.rope import RopeConfig, Rotation, make_rope
+from jaxllm.models.hf_config import NEUTRAL, ConfigKeys, HFConfig, windows_of
+from jaxllm.models.rope_parameters import ROPE_DEFAULTS, rope_parameters_by_layer_type
 from jaxllm.models.weight_table import WeightTable, same, transposed
+
+GEMMA3 = ConfigKeys(
+    "gemma3_text",
+    ROPE_DEFAULTS
+    | {
+        "vocab_size": 262_208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 256,
+        "final_logit_softcapping": None,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "layer_types": None,
+    },
+    NEUTRAL | {"attn_logit_softcapping": None},  # transformers keeps it and never applies it.
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,53 +59,47 @@ class Gemma3Config:
     global_rope: RopeConfig
     local_rope: RopeConfig
     tie_embeddings: bool
-    attention_soft_cap: float | None
     logits_soft_cap: float | None
     sliding_windows: tuple[int | None, ...]  # One per layer; None for the global ones.
 
     @classmethod
-    def from_hf(cls, hf: dict[str, Any], max_model_len: int) -> "Gemma3Config":
-        """From a config.json, of the text model alone or of the multimodal one around it."""
-        hf = {**hf, **hf.get("text_config", {})}
-        if hf.get("attention_bias") or hf.get("use_bidirectional_attention"):
-            raise UnsupportedModelError(
-                "this Gemma 3 model has attention_bias or use_bidirectional_attention set, which are not supported"
+    def from_hf(cls, hf: HFConfig, max_model_len: int) -> "Gemma3Config":
+        """Raises UnsupportedModelError for what these layers do not compute."""
+        num_layers, pattern = hf["num_hidden_layers"], hf["sliding_window_pattern"]
+        layer_types = hf.layer_types(
+            ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers)]
+        )
+        rope = {
+            kind: make_rope(
+                parameters,
+                hf["head_dim"],
+                max_position_embeddings=hf["max_position_embeddings"],
+                max_model_len=max_model_len,
             )
-        head_dim, num_layers = hf.get("head_dim", 256), hf["num_hidden_layers"]
-        pattern = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or 6
-        kinds = hf.get("layer_types") or [
-            "sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers)
-        ]
-        by_kind = hf.get("rope_parameters") or {}
-        if "full_attention" in by_kind:
-            global_rope, local_rope = (
-                make_rope({**hf, "rope_parameters": by_kind[kind]}, head_dim, max_model_len)
-                for kind in ("full_attention", "sliding_attention")
-            )
-        else:
-            defaults = {"rope_theta": 1_000_000.0, **hf}
-            global_rope = make_rope(defaults, head_dim, max_model_len)
-            local_rope = make_rope(hf, head_dim, max_model_len, theta=hf.get("rope_local_base_freq", 10_000.0))
+            for kind, parameters in rope_parameters_by_layer_type(hf).items()
+        }
         return cls(
-            vocab_size=hf.get("vocab_size", 262_208),
+            vocab_size=hf["vocab_size"],
             model_dim=hf["hidden_size"],
             ff_dim=hf["intermediate_size"],
             num_layers=num_layers,
-            num_heads=hf.get("num_attention_heads", 8),
-            num_kv_heads=hf.get("num_key_value_heads", 4),
-            head_dim=head_dim,
-            activation=check_activation(hf.get("hidden_activation", "gelu_pytorch_tanh")),
-            norm_eps=hf.get("rms_norm_eps", 1e-6),
-            sm_scale=hf.get("query_pre_attn_scalar", 256) ** -0.5,
-            global_rope=global_rope,
-            local_rope=local_rope,
-            tie_embeddings=hf.get("tie_word_embeddings", True),
-            attention_soft_cap=hf.get("attn_logit_softcapping"),
-            logits_soft_cap=hf.get("final_logit_softcapping"),
-            sliding_windows=tuple(
-                hf.get("sliding_window", 4096) if kind == "sliding_attention" else None for kind in kinds
-            ),
+            num_heads=hf["num_attention_heads"],
+            num_kv_heads=hf["num_key_value_heads"] or hf["num_attention_heads"],
+            head_dim=hf["head_dim"],
+            activation=check_activation(hf["hidden_activation"]),
+            norm_eps=hf["rms_norm_eps"],
+            sm_scale=hf["query_pre_attn_scalar"] ** -0.5,
+            global_rope=rope["full_attention"],
+            local_rope=rope["sliding_attention"],
+            tie_embeddings=bool(hf["tie_word_embeddings"]),
+            logits_soft_cap=hf["final_logit_softcapping"],
+            sliding_windows=windows_of(layer_types, hf["sliding_window"]),
         )
+
+
+def max_len(hf: HFConfig) -> int:
+    """The most tokens that the model was made for: Gemma 3 states it with its scaling."""
+    return hf["max_position_embeddings"]
 
 
 class Gemma3Layer(nnx.Module):
@@ -98,7 +118,6 @@ class Gemma3Layer(nnx.Module):
                 qk_norm_eps=config.norm_eps,
                 unit_offset_norm=True,
                 sliding_window=config.sliding_windows[index],
-                soft_cap=config.attention_soft_cap,
             ),
             dtype,
         )

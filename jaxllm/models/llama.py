@@ -5,7 +5,6 @@ sliding window in some layers (Mistral 7B v0.1, some Qwen2).
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -18,7 +17,49 @@ from jaxllm.layers.kv_caches import KVCaches, LayerCache
 from jaxllm.layers.mlp import GatedMLP, check_activation
 from jaxllm.layers.norm import RMSNorm
 from jaxllm.layers.rope import RopeConfig, Rotation, make_rope
+from jaxllm.models.hf_config import NEUTRAL, ConfigKeys, HFConfig, windows_of
+from jaxllm.models.rope_parameters import ROPE_DEFAULTS, extended_len, rope_parameters
 from jaxllm.models.weight_table import WeightTable, same, transposed
+
+_DEFAULTS = ROPE_DEFAULTS | {
+    "vocab_size": 32_000,
+    "hidden_size": 4096,
+    "intermediate_size": 11_008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,  # As many as query heads.
+    "head_dim": None,  # hidden_size / num_attention_heads
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "original_max_position_embeddings": None,
+}
+_QWEN_DEFAULTS = _DEFAULTS | {
+    "vocab_size": 151_936,
+    "intermediate_size": 22_016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32_768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "layer_types": None,
+}
+LLAMA = ConfigKeys("llama", _DEFAULTS, NEUTRAL)
+MISTRAL = ConfigKeys(
+    "mistral",
+    _DEFAULTS
+    | {
+        "intermediate_size": 14_336,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131_072,
+        "sliding_window": 4096,
+        "layer_types": None,
+    },
+    NEUTRAL,
+)
+# Qwen2 has biases on Q, K and V, whatever attention_bias says.
+QWEN2 = ConfigKeys("qwen2", _QWEN_DEFAULTS, {key: NEUTRAL[key] for key in NEUTRAL if key != "attention_bias"})
+QWEN3 = ConfigKeys("qwen3", _QWEN_DEFAULTS | {"head_dim": 128}, NEUTRAL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,42 +80,58 @@ class LlamaConfig:
     sliding_windows: tuple[int | None, ...]  # One per layer.
 
     @classmethod
-    def from_hf(cls, hf: dict[str, Any], max_model_len: int) -> "LlamaConfig":
-        """From a config.json. Raises UnsupportedModelError for what these layers do not compute."""
-        model_type = hf["model_type"]
-        if hf.get("mlp_bias") or (hf.get("attention_bias") and model_type != "qwen2"):
-            raise UnsupportedModelError(
-                f"this {model_type} model has biases on its MLP or attention output (mlp_bias, attention_bias), "
-                "which are not supported; the only supported biases are those of Qwen2 on Q, K and V"
-            )
-        head_dim = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+    def from_hf(cls, hf: HFConfig, max_model_len: int) -> "LlamaConfig":
+        """Raises UnsupportedModelError for what these layers do not compute."""
+        head_dim = hf["head_dim"] or hf["hidden_size"] // hf["num_attention_heads"]
+        rope = make_rope(
+            rope_parameters(hf),
+            head_dim,
+            max_position_embeddings=hf["max_position_embeddings"],
+            max_model_len=max_model_len,
+        )
         return cls(
             vocab_size=hf["vocab_size"],
             model_dim=hf["hidden_size"],
             ff_dim=hf["intermediate_size"],
             num_layers=hf["num_hidden_layers"],
             num_heads=hf["num_attention_heads"],
-            num_kv_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
+            num_kv_heads=hf["num_key_value_heads"] or hf["num_attention_heads"],
             head_dim=head_dim,
-            activation=check_activation(hf.get("hidden_act", "silu")),
+            activation=check_activation(hf["hidden_act"]),
             norm_eps=hf["rms_norm_eps"],
-            rope=make_rope(hf, head_dim, max_model_len),
-            tie_embeddings=hf.get("tie_word_embeddings", False),
-            qkv_bias=model_type == "qwen2",
-            qk_norm=model_type == "qwen3",
+            rope=rope,
+            tie_embeddings=bool(hf["tie_word_embeddings"]),
+            qkv_bias=hf.model_type == "qwen2",
+            qk_norm=hf.model_type == "qwen3",
             sliding_windows=_sliding_windows(hf),
         )
 
 
-def _sliding_windows(hf: dict[str, Any]) -> tuple[int | None, ...]:
-    """Mistral's window holds for every layer; Qwen's for those that `layer_types` or `max_window_layers` name."""
-    num_layers, window = hf["num_hidden_layers"], hf.get("sliding_window")
-    if not window or hf.get("use_sliding_window") is False or hf["model_type"] == "llama":
-        return (None,) * num_layers
-    if hf.get("layer_types"):
-        return tuple(window if kind == "sliding_attention" else None for kind in hf["layer_types"])
-    first = hf.get("max_window_layers", 0) if hf["model_type"].startswith("qwen") else 0
-    return tuple(window if i >= first else None for i in range(num_layers))
+def max_len(hf: HFConfig) -> int:
+    """The most tokens that the model was made for."""
+    return extended_len(hf["max_position_embeddings"], rope_parameters(hf))
+
+
+def _sliding_windows(hf: HFConfig) -> tuple[int | None, ...]:
+    num_layers = hf["num_hidden_layers"]
+    match hf.model_type:
+        case "llama":
+            return (None,) * num_layers
+        case "mistral":  # All layers alike.
+            window = hf["sliding_window"]
+            layer_types = ["sliding_attention" if window else "full_attention"] * num_layers
+            if hf.layer_types(layer_types) != layer_types:
+                raise UnsupportedModelError(
+                    f"the config's sliding_window is {window} and its layer_types differ: the layers of mistral "
+                    "models are alike"
+                )
+        case _:
+            window = hf["sliding_window"] if hf["use_sliding_window"] else None
+            first = hf["max_window_layers"] if window else num_layers
+            layer_types = hf.layer_types(
+                ["full_attention" if i < first else "sliding_attention" for i in range(num_layers)]
+            )
+    return windows_of(layer_types, window)
 
 
 class LlamaLayer(nnx.Module):

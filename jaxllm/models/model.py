@@ -1,20 +1,22 @@
 """A checkpoint's model: its shapes before the weights are read, and how to read them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, UnsupportedModelError
 from jaxllm.layers.parameter import activation_dtype
 from jaxllm.loading.checkpoint import Checkpoint
 from jaxllm.loading.weights import WeightSpec, load_weights
 from jaxllm.models.registry import ModelConfig, find_family
+from jaxllm.models.tensor_names import EMBEDDING, HEAD, OTHER_PARTS, stored_name
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,6 @@ class Model:
 
     config: ModelConfig
     _specs: dict[str, WeightSpec]
-    _ignored_prefixes: tuple[str, ...]
     _graphdef: nnx.GraphDef
     _treedef: jax.tree_util.PyTreeDef
 
@@ -41,7 +42,7 @@ class Model:
                 f"dtype is {dtype.name}, in which models of the type {checkpoint.config['model_type']} overflow: "
                 "choose bfloat16 or float32"
             )
-        config = family.parse_config(checkpoint.config, max_model_len)
+        config = family.parse_config(family.hf_config(checkpoint.config), max_model_len)
         if config.num_kv_heads % mesh.shape["model"]:
             raise _does_not_divide(f"the number of KV heads, {config.num_kv_heads},", mesh)
         between_dots = activation_dtype(dtype, mesh.devices.flat[0].platform)
@@ -51,10 +52,9 @@ class Model:
         for path, parameter in nnx.to_flat_state(state):
             name = ".".join(map(str, path))
             source = table.pop(name)
-            tensors = tuple(family.prefix + tensor for tensor in source.names)
-            specs[name] = WeightSpec(_struct(name, parameter, mesh), tensors, source.assemble)
+            specs[name] = WeightSpec(_struct(name, parameter, mesh), source.names, source.assemble)
         assert not table, f"the weight table names parameters that the model has not: {sorted(table)}"
-        return cls(config, specs, family.ignored_prefixes, graphdef, jax.tree.structure(state))
+        return cls(config, specs, graphdef, jax.tree.structure(state))
 
     @property
     def structs(self) -> list[jax.ShapeDtypeStruct]:
@@ -64,14 +64,18 @@ class Model:
     def load(self, checkpoint: Checkpoint, *, progress: bool) -> list[Array]:
         """The weights on their devices, in the order of `structs`.
 
-        Raises CorruptCheckpointError: a tensor is missing, unexpected or of a wrong shape.
+        Raises:
+          CorruptCheckpointError: a tensor is missing, unexpected or of a wrong shape.
+          UnsupportedModelError: an output projection that is said to be the embedding is not.
         """
-        weights = load_weights(
-            checkpoint,
-            self._specs,
-            progress=progress,
-            ignored_prefixes=self._ignored_prefixes,
-        )
+        stored = stored_name(checkpoint.tensor_names())
+        specs = {
+            name: replace(spec, sources=tuple(stored(source) for source in spec.sources))
+            for name, spec in self._specs.items()
+        }
+        if not any(HEAD in spec.sources for spec in self._specs.values()):
+            _check_tied(checkpoint, stored(EMBEDDING), stored(HEAD))
+        weights = load_weights(checkpoint, specs, progress=progress, ignored_prefixes=OTHER_PARTS)
         return [weights[name] for name in self._specs]
 
     def bind(self, weights: list[Array]) -> Any:
@@ -101,11 +105,19 @@ def _does_not_divide(what: str, mesh: Mesh) -> ConfigError:
     )
 
 
-def model_max_len(hf_config: dict[str, Any]) -> int:
-    """The most tokens that the model was made for, from its config.json."""
-    text = {**hf_config, **hf_config.get("text_config", {})}
-    max_len = text.get("max_position_embeddings", 131_072 if "gemma3" in text["model_type"] else 2048)
-    scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    if isinstance(original := scaling.get("original_max_position_embeddings"), int):
-        max_len = max(max_len, int(original * (scaling.get("factor") or 1)))
-    return max_len
+def _check_tied(checkpoint: Checkpoint, embedding: str, head: str) -> None:
+    """The output projection is not read. If the checkpoint has one all the same, it is a copy of the embedding."""
+    if {embedding, head} <= checkpoint.tensor_names() and not np.array_equal(
+        checkpoint.read(embedding), checkpoint.read(head)
+    ):
+        raise UnsupportedModelError(
+            f"{checkpoint.source} has an output projection ({head}) that is not its embedding, and its config's "
+            "tie_word_embeddings is true, stated or by default. Set it to false in config.json to use the tensor, or "
+            "remove the tensor."
+        )
+
+
+def model_max_len(config_json: dict[str, Any]) -> int:
+    """The most tokens that the model was made for, from its config.json. Raises UnsupportedModelError."""
+    family = find_family(config_json)
+    return family.max_len(family.hf_config(config_json))

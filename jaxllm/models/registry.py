@@ -1,7 +1,7 @@
 """Which of our models serves a checkpoint."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ from flax import nnx
 
 from jaxllm.errors import UnsupportedModelError
 from jaxllm.models import gemma3, llama
+from jaxllm.models.hf_config import ConfigKeys, HFConfig
 from jaxllm.models.weight_table import WeightTable
 
 
@@ -37,39 +38,53 @@ class ModelConfig(Protocol):
 class Family:
     """How to read a family's config, build its model (under `nnx.eval_shape`) and fill it.
 
-    `model` takes the config, the weights' dtype and that of what passes between dots.
-    `prefix` stands before the text model's tensor names in the checkpoint, `ignored_prefixes` before those of parts
-    that are not ours (a vision tower).
-    `refused_dtypes`: in which the family's activations are known to overflow.
+    `keys` are what is read of config.json, `max_len` the most tokens that the model was made for. `model` takes the
+    config, the weights' dtype and that of what passes between dots. `refused_dtypes` are those in which the family's
+    activations are known to overflow.
     """
 
-    parse_config: Callable[[dict[str, Any], int], Any]
+    keys: ConfigKeys
+    parse_config: Callable[[HFConfig, int], Any]
+    max_len: Callable[[HFConfig], int]
     model: Callable[[Any, jnp.dtype, jnp.dtype], nnx.Module]
     weight_table: Callable[[Any], WeightTable]
-    prefix: str = ""
-    ignored_prefixes: tuple[str, ...] = ()
     refused_dtypes: tuple[str, ...] = ()
 
+    def hf_config(self, config_json: dict[str, Any]) -> HFConfig:
+        """The text model's config, also where it is a part of a multimodal one. Raises UnsupportedModelError."""
+        text = config_json.get("text_config")
+        if text is None:
+            return HFConfig(config_json, self.keys)
+        whole = {key: config_json[key] for key in ("tie_word_embeddings",) if key in config_json}
+        return HFConfig(text | whole, self.keys)
 
-_LLAMA = Family(llama.LlamaConfig.from_hf, llama.Llama, llama.weight_table)
-_GEMMA3 = Family(gemma3.Gemma3Config.from_hf, gemma3.Gemma3, gemma3.weight_table, refused_dtypes=("float16",))
-_GEMMA3_IN_MULTIMODAL = replace(
-    _GEMMA3, prefix="language_model.", ignored_prefixes=("vision_tower.", "multi_modal_projector.")
+
+def _llama(keys: ConfigKeys) -> Family:
+    return Family(keys, llama.LlamaConfig.from_hf, llama.max_len, llama.Llama, llama.weight_table)
+
+
+_GEMMA3 = Family(
+    gemma3.GEMMA3,
+    gemma3.Gemma3Config.from_hf,
+    gemma3.max_len,
+    gemma3.Gemma3,
+    gemma3.weight_table,
+    refused_dtypes=("float16",),
 )
 
 FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": _LLAMA,
-    "MistralForCausalLM": _LLAMA,
-    "Qwen2ForCausalLM": _LLAMA,
-    "Qwen3ForCausalLM": _LLAMA,
+    "LlamaForCausalLM": _llama(llama.LLAMA),
+    "MistralForCausalLM": _llama(llama.MISTRAL),
+    "Qwen2ForCausalLM": _llama(llama.QWEN2),
+    "Qwen3ForCausalLM": _llama(llama.QWEN3),
     "Gemma3ForCausalLM": _GEMMA3,
-    "Gemma3ForConditionalGeneration": _GEMMA3_IN_MULTIMODAL,
+    "Gemma3ForConditionalGeneration": _GEMMA3,
 }
 
 
-def find_family(hf_config: dict[str, Any]) -> Family:
+def find_family(config_json: dict[str, Any]) -> Family:
     """The family of the first architecture that we know. Raises UnsupportedModelError, which lists those."""
-    architectures = hf_config.get("architectures") or []
+    architectures = config_json.get("architectures") or []
     for name in architectures:
         if name in FAMILIES:
             return FAMILIES[name]

@@ -14,8 +14,9 @@ HEAD_DIM = 64
 PLAIN = [10_000.0 ** (-2 * i / HEAD_DIM) for i in range(HEAD_DIM // 2)]
 
 
-def rope(scaling, max_model_len=1024, head_dim=HEAD_DIM, **config):
-    return make_rope({"max_position_embeddings": 4096, "rope_scaling": scaling} | config, head_dim, max_model_len)
+def rope(parameters=None, max_model_len=1024, head_dim=HEAD_DIM, max_position_embeddings=4096):
+    parameters = {"rope_type": "default", "rope_theta": 10_000.0} | (parameters or {})
+    return make_rope(parameters, head_dim, max_position_embeddings=max_position_embeddings, max_model_len=max_model_len)
 
 
 def assert_is(config, inv_freq, scale=1.0):
@@ -24,10 +25,9 @@ def assert_is(config, inv_freq, scale=1.0):
 
 
 def test_plain_and_linear():
-    assert_is(rope(None), PLAIN)
-    assert_is(rope({"rope_type": "default"}), PLAIN)
-    assert_is(rope(None, rope_theta=500.0), [500.0 ** (-2 * i / HEAD_DIM) for i in range(HEAD_DIM // 2)])
-    assert_is(rope({"type": "linear", "factor": 4.0}), np.array(PLAIN) / 4)
+    assert_is(rope(), PLAIN)
+    assert_is(rope({"rope_theta": 500.0}), [500.0 ** (-2 * i / HEAD_DIM) for i in range(HEAD_DIM // 2)])
+    assert_is(rope({"rope_type": "linear", "factor": 4.0}), np.array(PLAIN) / 4)
 
 
 def test_dynamic_takes_the_length_that_is_served():
@@ -38,10 +38,10 @@ def test_dynamic_takes_the_length_that_is_served():
     assert_is(rope(scaling, max_model_len=8192), expected)
 
 
-@pytest.mark.parametrize("form", ["rope_scaling", "rope_parameters", "original length beside it"])
-def test_llama3(form):
-    scaling = {
+def test_llama3():
+    parameters = {
         "rope_type": "llama3",
+        "rope_theta": 500_000.0,
         "factor": 8.0,
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
@@ -57,12 +57,7 @@ def test_llama3(form):
             smooth = (8192 / wavelen - 1.0) / (4.0 - 1.0)
             inv_freq = (1 - smooth) * inv_freq / 8.0 + smooth * inv_freq
         expected.append(inv_freq)
-    config = {"rope_scaling": scaling, "rope_theta": 500_000.0}
-    if form == "rope_parameters":
-        config = {"rope_parameters": scaling | {"rope_theta": 500_000.0}}
-    elif form == "original length beside it":
-        config["original_max_position_embeddings"] = scaling.pop("original_max_position_embeddings")
-    assert_is(make_rope(config, HEAD_DIM, 131_072), expected)
+    assert_is(rope(parameters), expected)
 
 
 @pytest.mark.parametrize("truncate", [True, False])
@@ -95,16 +90,20 @@ def test_yarn(truncate, options, scale):
 def test_longrope_takes_the_factors_for_the_length_that_is_served():
     rng = np.random.default_rng(0)
     short, long = rng.uniform(1, 2, HEAD_DIM // 2), rng.uniform(2, 60, HEAD_DIM // 2)
-    scaling = {"rope_type": "longrope", "short_factor": short.tolist(), "long_factor": long.tolist()}
-    lens = {"max_position_embeddings": 131_072, "original_max_position_embeddings": 4096}
+    parameters = {
+        "rope_type": "longrope",
+        "short_factor": short.tolist(),
+        "long_factor": long.tolist(),
+        "original_max_position_embeddings": 4096,
+    }
     scale = math.sqrt(1 + math.log(131_072 / 4096) / math.log(4096))
-    assert_is(rope(scaling, 4096, **lens), PLAIN / short, scale)
-    assert_is(rope(scaling, 4097, **lens), PLAIN / long, scale)
-    assert_is(rope(scaling | {"attention_factor": 1.5}, 4097, **lens), PLAIN / long, 1.5)
-    inside = scaling | {"original_max_position_embeddings": 4096}
-    assert_is(rope(inside, 4097, max_position_embeddings=131_072), PLAIN / long, scale)
-    by_factor = {"factor": 16.0, "original_max_position_embeddings": 4096}
-    assert_is(rope(scaling | by_factor, 4097), PLAIN / long, math.sqrt(1 + math.log(16.0) / math.log(4096)))
+    assert_is(rope(parameters, 4096, max_position_embeddings=131_072), PLAIN / short, scale)
+    assert_is(rope(parameters, 4097, max_position_embeddings=131_072), PLAIN / long, scale)
+    given = parameters | {"attention_factor": 1.5}
+    assert_is(rope(given, 4097, max_position_embeddings=131_072), PLAIN / long, 1.5)
+    by_factor = parameters | {"factor": 16.0}  # It goes before the ratio of the lengths.
+    scale = math.sqrt(1 + math.log(16.0) / math.log(4096))
+    assert_is(rope(by_factor, 4097, max_position_embeddings=131_072), PLAIN / long, scale)
 
 
 def test_the_divisors_of_a_gguf_file():
@@ -112,9 +111,9 @@ def test_the_divisors_of_a_gguf_file():
     assert_is(rope({"rope_type": "factors", "factors": factors.tolist()}), PLAIN / factors)
 
 
-def test_a_base_of_its_own_drops_the_scaling():
-    config = {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
-    assert_is(make_rope(config, HEAD_DIM, 1024, theta=10_000.0), PLAIN)
+def test_a_parameter_that_the_type_needs_is_named():
+    with pytest.raises(UnsupportedModelError, match="rope_type of 'linear' needs 'factor', which is missing"):
+        rope({"rope_type": "linear"})
 
 
 def test_an_unknown_type_is_refused_by_name():
@@ -125,7 +124,7 @@ def test_an_unknown_type_is_refused_by_name():
 @pytest.mark.parametrize("partial", [1.0, 0.5])
 def test_pairs_turn_by_position_times_frequency(partial):
     """x'_i = x_i cos - x_(i+R/2) sin; x'_(i+R/2) = x_(i+R/2) cos + x_i sin; the dimensions from R on stay."""
-    config = rope(None, head_dim=16, partial_rotary_factor=partial)
+    config = rope({"partial_rotary_factor": partial}, head_dim=16)
     R = int(16 * partial)
     assert len(config.inv_freq) == R // 2
     scaled = RopeConfig(inv_freq=config.inv_freq, scale=1.5)
@@ -146,6 +145,6 @@ def test_pairs_turn_by_position_times_frequency(partial):
 @pytest.mark.parametrize("rotated_dims", [64, 32])
 def test_16_bits_are_rotated_as_32_are(rotated_dims):
     x_TNH = jax.random.normal(jax.random.key(0), (5, 3, 64), jnp.bfloat16)
-    rotation = make_rope({}, rotated_dims, 1024, theta=10_000.0).rotation(jnp.arange(5))
+    rotation = rope(head_dim=rotated_dims).rotation(jnp.arange(5))
     expected = rotate(x_TNH.astype(jnp.float32), rotation).astype(jnp.bfloat16)
     np.testing.assert_array_equal(np.asarray(rotate(x_TNH, rotation)), np.asarray(expected))
