@@ -9,7 +9,7 @@ PYTHON ?=
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo install dev libtpu cuda test test-nightly lint notebooks bench bench-host bench-peers clean
+.PHONY: help demo install dev libtpu cuda clients test test-nightly lint notebooks bench bench-host bench-peers clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
@@ -29,10 +29,12 @@ libtpu: .libtpu/.installed  ## the TPU's compiler, to compile for TPUs without o
 
 cuda: .cuda/.installed  ## the GPU's compilers, to compile for GPUs without one (270 MB to load, 720 MB on disk)
 
+clients: .clients/.installed  ## agent frameworks, and the official clients for Node, for the nightly tests (300 MB)
+
 test: dev libtpu cuda  ## run the tests
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test-nightly: dev libtpu cuda  ## run the tests that take long too
+test-nightly: dev libtpu cuda clients  ## run the tests that take long too
 	$(BIN)/pytest -m "nightly or not nightly"
 
 lint: dev  ## style, types and who may import whom
@@ -54,7 +56,7 @@ bench-peers:  ## install llama.cpp, vLLM and transformers for comparison (takes 
 	benchmarks/peers/install.sh
 
 clean:  ## remove .venv and caches
-	rm -rf $(VENV) .libtpu .cuda .pytest_cache .ruff_cache .mypy_cache .import_linter_cache
+	rm -rf $(VENV) .libtpu .cuda .clients .pytest_cache .ruff_cache .mypy_cache .import_linter_cache
 
 $(BIN)/python:
 	@for python in $(PYTHON) python3.12 python3.13 python3.14 python3; do \
@@ -92,4 +94,15 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "Installing JAX's CUDA plugin and NVIDIA's assembler into .cuda"
 	@$(PIP) install --constraint constraints.txt --no-deps --upgrade --target .cuda \
 	  jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-nvdisasm
+	@touch $@
+
+# Not in .venv: what frameworks ask of the official clients may differ from what our tests are made with. Where there is
+# no npm, the tests of the clients for Node are left out.
+CLIENTS := tests/server/clients
+.clients/.installed: $(CLIENTS)/requirements.txt $(CLIENTS)/package.json | $(BIN)/python
+	@echo "Installing agent frameworks, and clients for Node, into .clients"
+	@$(BIN)/python -m venv .clients/python
+	@.clients/python/bin/python -m pip --disable-pip-version-check --quiet install -r $(CLIENTS)/requirements.txt
+	@mkdir -p .clients/node && cp $(CLIENTS)/package.json .clients/node
+	@if command -v npm > /dev/null; then npm install --silent --no-package-lock --prefix .clients/node; fi
 	@touch $@
