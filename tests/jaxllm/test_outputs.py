@@ -17,6 +17,7 @@ def test_the_fields_have_vllm_names():
         "finish_reason",
         "stop_reason",
         "logprobs",
+        "error",  # ours: vLLM says why in its log
     ]
     assert names(RequestOutput) == [
         "request_id",
@@ -64,5 +65,6 @@ def test_repr_shows_the_text_and_spares_the_prompt_tokens():
     )
     assert repr(output) == (
         "RequestOutput(request_id='7', prompt='Hello', outputs=[CompletionOutput(index=0, text=' world', "
-        "token_ids=[995], finish_reason=None, stop_reason=None, logprobs=None)], finished=False, metrics=None)"
+        "token_ids=[995], finish_reason=None, stop_reason=None, logprobs=None, error=None)], finished=False, "
+        "metrics=None)"
     )
