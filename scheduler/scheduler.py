@@ -314,6 +314,7 @@ class Scheduler:
             num_accepted_tokens=self._num_accepted_tokens,
             last_step=planner.last_step,
             all_steps=planner.all_steps,
+            steps_by_size=planner.steps_by_size,
         )
 
     def check_integrity(self) -> None:

@@ -74,6 +74,7 @@ class SchedulerStats:
         since the start.
     num_accepted_tokens: drafts that were right, since the start.
     last_step, all_steps: tokens by kind.
+    steps_by_size: steps since the start; number i counts those of at most 2**i tokens and of more than number i - 1.
     """
 
     num_requests: Mapping[RequestStatus, int]
@@ -97,3 +98,4 @@ class SchedulerStats:
     num_accepted_tokens: int
     last_step: StepTokens
     all_steps: StepTokens
+    steps_by_size: tuple[int, ...]

@@ -61,6 +61,7 @@ class StepPlanner:
         self._last_plan: StepPlan | None = None
         self._mixed_steps = StepTokens()
         self._num_other_tokens = 0  # of the steps of decodes only
+        self._steps_by_size = [0] * ((config.max_num_batched_tokens - 1).bit_length() + 1)
         self._stalled_since: float | None = None
         self.num_stalls = 0  # since the start
         self.stall_s = 0.0
@@ -87,6 +88,11 @@ class StepPlanner:
         num_budget_tokens = self.table.clock * self.config.max_num_batched_tokens
         num_decode_tokens = self._mixed_steps.num_decode_tokens + self._num_other_tokens
         return replace(self._mixed_steps, num_decode_tokens=num_decode_tokens, num_budget_tokens=num_budget_tokens)
+
+    @property
+    def steps_by_size(self) -> tuple[int, ...]:
+        """See `SchedulerStats`."""
+        return tuple(self._steps_by_size)
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can run. The table then counts its tokens as computed."""
@@ -388,6 +394,7 @@ class StepPlanner:
         )
         self.in_flight.push(plan)
         self._last_plan = plan
+        self._steps_by_size[(num_tokens - 1).bit_length()] += 1
         if is_mixed:
             self._mixed_steps += StepTokens.of(plan, self.config.max_num_batched_tokens)
         else:

@@ -1,14 +1,19 @@
 """The engine's own statistics in Prometheus's terms."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 if TYPE_CHECKING:
     from jaxllm import AsyncLLM, EngineInfo, EngineStats
 
-Values = dict[tuple[str, ...], float]  # by the labels beside the model's
+Values = dict[tuple[str, ...], float]  # by the labels beside those of every metric
+
+LABELS = ("model_name", "engine")
+"""Of every metric. vLLM numbers its engines; ours is always the first."""
+
+ENGINE = "0"
 
 WAITING_REASONS = {
     "waiting": "capacity",  # for a row, for pages or for room in a step: vLLM's word
@@ -55,9 +60,9 @@ def _cache_config(info: "EngineInfo", maker: "_Maker") -> Metric:
         "enable_prefix_caching": str(info.enable_prefix_caching),
     }
     family = GaugeMetricFamily(
-        f"{maker.prefix}cache_config_info", "How the KV cache is made.", labels=("model_name", *labels)
+        f"{maker.prefix}cache_config_info", "How the KV cache is made.", labels=(*LABELS, *labels)
     )
-    family.add_metric((maker.model_name, *labels.values()), 1)
+    family.add_metric((maker.model_name, ENGINE, *labels.values()), 1)
     return family
 
 
@@ -74,7 +79,8 @@ def _kv_cache(stats: "EngineStats", maker: "_Maker") -> Iterator[Metric]:
         ("lost",): stats.num_lost_pages,
         ("failed",): stats.num_failed_pages,
     }
-    yield maker.gauge("kv_cache_usage_perc", "The part of the KV cache in use, from 0 to 1.", kv_cache_usage(stats))
+    for name in ("kv_cache_usage_perc", "gpu_cache_usage_perc"):
+        yield maker.gauge(name, "The part of the KV cache in use, from 0 to 1.", kv_cache_usage(stats))
     yield maker.gauges("kv_cache_pages", "Pages by tier. Cached ones are free, with content.", ("tier", "state"), pages)
     yield maker.counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.num_prefix_query_tokens)
     yield maker.counter("prefix_cache_hits", "Tokens found in the prefix cache.", stats.num_prefix_hit_tokens)
@@ -96,6 +102,8 @@ def _steps(stats: "EngineStats", maker: "_Maker") -> Iterator[Metric]:
     yield maker.counter("steps", "Steps of the engine.", stats.num_steps)
     yield maker.counter("step_host_seconds", "Time that steps took on the host.", stats.host_s)
     yield maker.counter("step_device_wait_seconds", "Time that the host waited for the device.", stats.device_wait_s)
+    num_tokens = sum(by_kind.values()) - stats.num_padded_tokens
+    yield maker.histogram("iteration_tokens_total", "Tokens of each step.", stats.steps_by_size, num_tokens)
     yield maker.counters("batch_tokens", "Tokens of steps, by kind; padding is waste.", ("kind",), by_kind)
     yield maker.counter(
         "batch_budget_tokens", "Tokens that the steps had room for.", tokens.get("num_budget_tokens", 0)
@@ -116,25 +124,35 @@ def _steps(stats: "EngineStats", maker: "_Maker") -> Iterator[Metric]:
 
 
 class _Maker:
-    """Makes families with the prefix and the model's label."""
+    """Makes families with the prefix and the labels of every metric."""
 
     def __init__(self, prefix: str, model_name: str) -> None:
         self.prefix = prefix
         self.model_name = model_name
 
     def gauge(self, name: str, text: str, value: float) -> Metric:
-        return self._fill(GaugeMetricFamily(self.prefix + name, text, labels=("model_name",)), {(): value})
+        return self._fill(GaugeMetricFamily(self.prefix + name, text, labels=LABELS), {(): value})
 
     def gauges(self, name: str, text: str, labels: tuple[str, ...], values: Values) -> Metric:
-        return self._fill(GaugeMetricFamily(self.prefix + name, text, labels=("model_name", *labels)), values)
+        return self._fill(GaugeMetricFamily(self.prefix + name, text, labels=(*LABELS, *labels)), values)
 
     def counter(self, name: str, text: str, value: float) -> Metric:
-        return self._fill(CounterMetricFamily(self.prefix + name, text, labels=("model_name",)), {(): value})
+        return self._fill(CounterMetricFamily(self.prefix + name, text, labels=LABELS), {(): value})
 
     def counters(self, name: str, text: str, labels: tuple[str, ...], values: Values) -> Metric:
-        return self._fill(CounterMetricFamily(self.prefix + name, text, labels=("model_name", *labels)), values)
+        return self._fill(CounterMetricFamily(self.prefix + name, text, labels=(*LABELS, *labels)), values)
+
+    def histogram(self, name: str, text: str, counts: Sequence[int], total: float) -> Metric:
+        """`counts`: by powers of two, as in `SchedulerStats.steps_by_size`; `total`: the sum of what was counted."""
+        buckets, num_up_to = [], 0
+        for exponent, count in enumerate(counts):
+            num_up_to += count
+            buckets.append((str(float(2**exponent)), float(num_up_to)))
+        family = HistogramMetricFamily(self.prefix + name, text, labels=LABELS)
+        family.add_metric((self.model_name, ENGINE), [*buckets, ("+Inf", float(num_up_to))], total)
+        return family
 
     def _fill(self, family: GaugeMetricFamily | CounterMetricFamily, values: Values) -> Metric:
         for label_values, value in values.items():
-            family.add_metric((self.model_name, *label_values), value)
+            family.add_metric((self.model_name, ENGINE, *label_values), value)
         return family

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from jaxllm.server.engine_metrics import Values, engine_metrics
+from jaxllm.server.engine_metrics import ENGINE, LABELS, Values, engine_metrics
 from jaxllm.server.recent import Recent, summarize
 from jaxllm.server.shared_counts import SharedCounts
 
@@ -82,8 +82,8 @@ class _Histogram:
         for bound, count in zip((*self._bounds, float("inf")), totals[self._start : self.end - 1], strict=True):
             cumulative += count
             buckets.append(("+Inf" if bound == float("inf") else str(float(bound)), cumulative))
-        family = HistogramMetricFamily(name, text, labels=("model_name",))
-        family.add_metric((model_name,), buckets, totals[self.end - 1])
+        family = HistogramMetricFamily(name, text, labels=LABELS)
+        family.add_metric((model_name, ENGINE), buckets, totals[self.end - 1])
         return family
 
 
@@ -92,7 +92,7 @@ class Metrics(Collector):
 
     Args:
         llm: whose statistics are shown beside the counts.
-        config: has the prefix of every name and the model's name, which is the label of every metric.
+        config: has the prefix of every name and the model's name, which is a label of every metric.
         shared_folder: see `SharedCounts`; only with several HTTP workers.
     """
 
@@ -195,7 +195,7 @@ class Metrics(Collector):
         self._own[_GENERATION_TOKENS] += num_tokens
 
     def _counter(self, name: str, text: str, labels: Sequence[str], values: Values) -> CounterMetricFamily:
-        family = CounterMetricFamily(self._prefix + name, text, labels=("model_name", *labels))
+        family = CounterMetricFamily(self._prefix + name, text, labels=(*LABELS, *labels))
         for label_values, value in values.items():
-            family.add_metric((self._model_name, *label_values), value)
+            family.add_metric((self._model_name, ENGINE, *label_values), value)
         return family

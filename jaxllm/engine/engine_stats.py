@@ -54,6 +54,7 @@ class EngineStats:
     num_accepted_tokens: int = 0
     last_step: dict[str, int] = field(default_factory=dict)
     all_steps: dict[str, int] = field(default_factory=dict)
+    steps_by_size: tuple[int, ...] = ()
 
     @property
     def num_running(self) -> int:

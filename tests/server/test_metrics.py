@@ -21,32 +21,49 @@ from jaxllm.server.metrics import Metrics
 from jaxllm.server.recent import NUM_SECONDS, Recent, summarize
 from jaxllm.server.server_config import ServerConfig
 
-# What the Grafana and Perses dashboards in vLLM's examples/ query, the endpoint picker of the Gateway API Inference
-# Extension reads by default, and vLLM's own documentation lists for an engine without LoRA, drafts and connectors.
+# What is queried by the panels of the Grafana dashboards in vLLM's repository (examples/observability: grafana.json of
+# prometheus_grafana, performance_statistics.json and query_statistics.json of dashboards; read in 2026), with the
+# labels that they select or group by.
+QUERIED_BY_DASHBOARDS = {
+    "e2e_request_latency_seconds_bucket": {"model_name", "le"},
+    "e2e_request_latency_seconds_sum": {"model_name"},
+    "e2e_request_latency_seconds_count": {"model_name"},
+    "generation_tokens_total": {"model_name"},
+    "inter_token_latency_seconds_bucket": {"model_name", "le"},
+    "inter_token_latency_seconds_sum": {"model_name"},
+    "inter_token_latency_seconds_count": {"model_name"},
+    "iteration_tokens_total_count": set(),
+    "kv_cache_usage_perc": {"model_name"},
+    "num_requests_running": {"model_name"},
+    "num_requests_waiting": {"model_name"},
+    "prompt_tokens_total": {"model_name"},
+    "request_decode_time_seconds_sum": {"model_name"},
+    "request_generation_tokens_bucket": {"model_name", "le"},
+    "request_max_num_generation_tokens_sum": {"model_name"},
+    "request_prefill_time_seconds_sum": {"model_name"},
+    "request_prompt_tokens_bucket": {"model_name", "le"},
+    "request_queue_time_seconds_sum": {"model_name"},
+    "request_success_total": {"model_name", "finished_reason"},
+    "time_to_first_token_seconds_bucket": {"model_name", "le"},
+    "time_to_first_token_seconds_sum": {"model_name"},
+    "time_to_first_token_seconds_count": {"model_name"},
+}
+
+# What dashboards of earlier versions query, the endpoint picker of the Gateway API Inference Extension reads by
+# default, and vLLM's own documentation lists for an engine without LoRA, drafts and connectors.
 KNOWN_TO_DASHBOARDS = [
-    "num_requests_running",
-    "num_requests_waiting",
+    *QUERIED_BY_DASHBOARDS,
     "num_requests_waiting_by_reason",
-    "kv_cache_usage_perc",
     "cache_config_info",
+    "gpu_cache_usage_perc",
+    "iteration_tokens_total_bucket",
+    "iteration_tokens_total_sum",
     "prefix_cache_queries_total",
     "prefix_cache_hits_total",
     "num_preemptions_total",
-    "prompt_tokens_total",
-    "generation_tokens_total",
-    "request_success_total",
-    "time_to_first_token_seconds_bucket",
-    "inter_token_latency_seconds_bucket",
     "time_per_output_token_seconds_bucket",
     "request_time_per_output_token_seconds_bucket",
-    "e2e_request_latency_seconds_bucket",
-    "request_queue_time_seconds_sum",
-    "request_prefill_time_seconds_sum",
-    "request_decode_time_seconds_sum",
     "request_inference_time_seconds_sum",
-    "request_prompt_tokens_bucket",
-    "request_generation_tokens_bucket",
-    "request_max_num_generation_tokens_sum",
     "request_params_max_tokens_sum",
     "request_params_n_sum",
 ]
@@ -73,10 +90,13 @@ def fake_llm(**stats) -> SimpleNamespace:
     )
 
 
+ALL_HAVE = ("model_name", "engine")
+
+
 def samples(text: bytes) -> dict[tuple[str, ...], float]:
-    """Values by (name, label=value…), without model_name."""
+    """Values by (name, label=value…), without the labels that all have."""
     return {
-        (sample.name, *(f"{key}={value}" for key, value in sorted(sample.labels.items()) if key != "model_name")): (
+        (sample.name, *(f"{key}={value}" for key, value in sorted(sample.labels.items()) if key not in ALL_HAVE)): (
             sample.value
         )
         for family in text_string_to_metric_families(text.decode())
@@ -109,7 +129,8 @@ def test_dashboards_and_gateways_find_every_metric_by_its_name(prefix):
     names = {sample.name for family in families for sample in family.samples}
     assert {prefix + name for name in KNOWN_TO_DASHBOARDS} <= names
     assert all(name.startswith(prefix) for name in names)
-    assert all(sample.labels["model_name"] == "m" for family in families for sample in family.samples)
+    labels = [sample.labels for family in families for sample in family.samples]
+    assert all((found["model_name"], found["engine"]) == ("m", "0") for found in labels)
     assert all(family.documentation for family in families)
 
 
@@ -140,6 +161,7 @@ def test_what_the_engine_says_is_shown_by_state_reason_and_kind():
         num_prefix_hit_tokens=320,
         num_padded_tokens=11,
         num_steps=6,
+        steps_by_size=(3, 0, 1, 0, 0, 2),
         host_s=0.5,
         all_steps={"num_decode_tokens": 40, "num_prefill_tokens": 60},
     )
@@ -159,6 +181,10 @@ def test_what_the_engine_says_is_shown_by_state_reason_and_kind():
     assert found["batch_tokens_total", "kind=prefill"] == 60
     assert found["batch_tokens_total", "kind=padding"] == 11
     assert found["steps_total",] == 6
+    assert found["iteration_tokens_total_bucket", "le=1.0"] == 3
+    assert found["iteration_tokens_total_bucket", "le=4.0"] == found["iteration_tokens_total_bucket", "le=16.0"] == 4
+    assert found["iteration_tokens_total_count",] == found["iteration_tokens_total_bucket", "le=+Inf"] == 6
+    assert found["iteration_tokens_total_sum",] == 100
     assert found["compilations_after_start_total",] == 0
 
 
@@ -319,10 +345,25 @@ def test_a_live_server_counts_what_its_clients_are_told(start_stub):
     # Tokens that come together with a first one have no time of their own.
     assert 5 <= found["vllm:inter_token_latency_seconds_count",] <= completion_tokens - 5
     assert found["vllm:request_refusals_total", "status=404"] == 1
+    assert found["vllm:iteration_tokens_total_count",] == found["vllm:steps_total",]
+    assert found["vllm:iteration_tokens_total_sum",] >= prompt_tokens
+    assert_that_every_panel_has_data(server)
     assert found["vllm:num_requests_running",] == found["vllm:num_requests_waiting",] == 0
     assert found["vllm:kv_cache_usage_perc",] == 0
     assert found["vllm:steps_total",] >= 4
     assert found["vllm:engine_up",] == 1
+
+
+def assert_that_every_panel_has_data(server) -> None:
+    """Of vLLM's dashboards, once there were requests."""
+    families = text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text)
+    found = [sample for family in families for sample in family.samples]
+    for name, labels in QUERIED_BY_DASHBOARDS.items():
+        series = [sample for sample in found if sample.name == f"vllm:{name}" and labels <= sample.labels.keys()]
+        assert series, name
+        assert all(sample.labels.get("model_name", "stub") == "stub" for sample in series)
+        is_now = name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        assert is_now or any(sample.value > 0 for sample in series), name
 
 
 def test_each_of_several_workers_answers_for_all(stub_folder, tmp_path):
