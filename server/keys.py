@@ -3,6 +3,7 @@
 import hashlib
 import hmac
 import json
+import logging
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -15,7 +16,9 @@ from starlette.requests import HTTPConnection
 from jaxllm import ConfigError, TenantConfig
 from jaxllm.server.api_errors import ApiError
 
-_MIN_KEY_LEN = 8
+logger = logging.getLogger("jaxllm.server")
+
+_SHORT_KEY_LEN = 8  # Shorter ones can be guessed.
 _KEY_FIELDS = {"key", "name", "tenant", "priority"}
 _FILE_FIELDS = {"keys", "tenants", "default_tenant"}
 _TENANT_FIELDS = {field.name for field in fields(TenantConfig)}
@@ -59,8 +62,8 @@ class ApiKeys:
              "tenants": {"research": {"max_running": 8, "max_queued": 100, "max_tokens_per_minute": 60000}},
              "default_tenant": {"max_queued": 20}}
 
-        A key needs `key` and `name`; its tenant is called as the key unless told otherwise. Raises ConfigError, in
-        which no key appears.
+        A key needs `key` and `name`; its tenant is called as the key unless told otherwise. Short keys are warned
+        of. Raises ConfigError; no key appears in it, nor in a warning.
         """
         content = _read_json(path) if path is not None else {}
         keys = cls(
@@ -96,10 +99,14 @@ class ApiKeys:
         return any(caller.is_admin for caller in self._callers.values())
 
     def _add(self, where: str, key: str, caller: Caller) -> None:
-        if len(key) < _MIN_KEY_LEN or not key.isascii() or not key.isprintable() or " " in key:
-            raise ConfigError(
-                f"{where}: a key must have at least {_MIN_KEY_LEN} characters, printable ASCII without spaces; "
-                f"this one has {len(key)}"
+        if not key or not key.isascii() or not key.isprintable() or " " in key:
+            raise ConfigError(f"{where}: a key must be printable ASCII without spaces, at least one character")
+        if len(key) < _SHORT_KEY_LEN:
+            logger.warning(
+                "%s: this key has fewer than %d characters, so it can be guessed; use a longer one where strangers can "
+                "reach the server",
+                where,
+                _SHORT_KEY_LEN,
             )
         digest = self._digest(key)
         if digest in self._callers:

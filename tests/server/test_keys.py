@@ -74,7 +74,7 @@ def test_keys_are_not_kept():
         ({"kyes": []}, "there is no field 'kyes'; the fields are default_tenant, keys, tenants"),
         ({"keys": {}}, "keys must be a list"),
         ({"keys": [{"name": "a"}]}, r"keys\[0\]: key missing"),
-        ({"keys": [{"key": "short", "name": "a"}]}, r"keys\[0\] \(a\): a key must have at least 8 characters"),
+        ({"keys": [{"key": "é", "name": "a"}]}, r"keys\[0\] \(a\): a key must be printable ASCII"),
         ({"keys": [{"key": ALICE + " ", "name": "a"}]}, "without spaces"),
         ({"keys": [{"key": ALICE, "name": ""}]}, "name must be a text that is not empty"),
         ({"keys": [{"key": ALICE, "name": "a", "priority": "high"}]}, "priority is 'high'"),
@@ -89,6 +89,14 @@ def test_a_mistake_in_the_file_is_told_without_a_key(write_keys, content, messag
     with pytest.raises(ConfigError, match=message) as error:
         ApiKeys.load(write_keys(content))
     assert ALICE not in str(error.value)
+
+
+@pytest.mark.parametrize(("key", "is_short"), [("EMPTY", True), ("token-1", True), ("token-12", False)])
+def test_a_short_key_is_warned_of_and_let_in(write_keys, caplog, key, is_short):
+    keys = ApiKeys.load(write_keys({"keys": [{"key": key, "name": "a"}]}))
+    assert keys.caller(key).key_name == "a"
+    assert ("fewer than 8 characters" in caplog.text) == is_short
+    assert key not in caplog.text
 
 
 def test_a_file_that_is_not_there_is_told(tmp_path):
