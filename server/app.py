@@ -55,13 +55,16 @@ class Server:
         """What the model may be called in a request; answers of routes that are not told use the first."""
         return model_names(self.llm, self.config)
 
-    def check_model(self, name: str) -> None:
-        """Raises ApiError 404 for a model that is not served here."""
+    def check_model(self, name: str | None) -> str:
+        """The model's name; without one the first is meant. Raises ApiError 404 for a model that is not served here."""
+        if name is None:
+            return self.model_names[0]
         if name not in self.model_names:
             known = ", ".join(map(repr, self.model_names))
             raise ApiError(
                 404, f"there is no model {shown(name)}; this server has {known}", param="model", code="model_not_found"
             )
+        return name
 
     def finished(self, request: "FinishedRequest") -> None:
         """Counts, logs and traces a request that has ended."""

@@ -159,7 +159,7 @@ class TextFormat(RequestModel):
 class InputTokensRequest(RequestModel):
     """The body of POST /v1/responses/input_tokens."""
 
-    model: Annotated[Text | None, Field(description="One of /v1/models.")] = None
+    model: Annotated[Text | None, Field(description="One of /v1/models; without it the first.")] = None
     input: Input | None = None
     instructions: Annotated[
         Text | None, Field(description="A system message of this request only: it is not kept for later ones.")
@@ -223,7 +223,6 @@ class InputTokensRequest(RequestModel):
 class ResponseRequest(SamplingFields, InputTokensRequest):
     """The body of POST /v1/responses."""
 
-    model: Annotated[Text, Field(description="One of /v1/models.")]
     input: Input
     store: Annotated[
         bool | None, Field(description="Keep the response for previous_response_id. Default: true, where any are kept.")

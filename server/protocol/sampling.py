@@ -127,7 +127,7 @@ class RequestModel(BaseModel):
 class SamplingFields(RequestModel):
     """What completions and chat completions have in common, under OpenAI's names, then under vLLM's."""
 
-    model: Annotated[Text, Field(description="One of /v1/models.")]
+    model: Annotated[Text | None, Field(description="One of /v1/models; without it the first.")] = None
     stream: bool | None = None
     n: Annotated[int | None, Field(ge=1, le=MAX_CHOICES, description="How many continuations.")] = None
     temperature: Annotated[float | None, Field(ge=0, allow_inf_nan=False, description="0 is greedy.")] = None

@@ -30,7 +30,7 @@ async def create_chat_completion(
 ) -> Response:
     """Answers a conversation."""
     server: Server = request.app.state.server
-    server.check_model(body.model)
+    body.model = server.check_model(body.model)
     with blamed_as(body.param_names):
         answer = await ChatAnswer.start(server, request, call.with_priority(body.priority), body)
     if body.stream:

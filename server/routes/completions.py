@@ -29,7 +29,7 @@ async def create_completion(
 ) -> Response:
     """Continues prompts."""
     server: Server = request.app.state.server
-    server.check_model(body.model)
+    body.model = server.check_model(body.model)
     answer = await CompletionAnswer.start(server, request, call.with_priority(body.priority), body)
     if body.stream:
         return await EventStream.start(answer.source, answer, keep_alive_s=server.config.stream_keep_alive_s)

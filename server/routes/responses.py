@@ -56,7 +56,7 @@ async def create_response(
 ) -> Response:
     """Answers a conversation, which may go on from an earlier response."""
     server: Server = request.app.state.server
-    server.check_model(body.model)
+    body.model = server.check_model(body.model)
     if body.background:
         request = Request(request.scope, _never)  # The client leaves, and the answer is made nevertheless.
     with blamed_as(body.param_names):
@@ -74,8 +74,7 @@ async def count_input_tokens(
 ) -> InputTokens:
     """How many tokens a request of /v1/responses gives the model to read."""
     server: Server = request.app.state.server
-    if body.model is not None:
-        server.check_model(body.model)
+    server.check_model(body.model)
     messages, tools = ResponseInput(server, caller, body).messages, body.tools_for_template()
     with blamed_as(body.param_names):
         _, token_ids = await server.templates.render(messages, tools=tools or None, kwargs=body.template_kwargs())

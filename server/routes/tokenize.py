@@ -63,8 +63,7 @@ class DetokenizeResponse(BaseModel):
 async def tokenize(request: Request, body: TokenizeRequest) -> TokenizeResponse:
     """The tokens that a prompt, or messages under the chat template, would be for the model."""
     server = request.app.state.server
-    if body.model is not None:
-        server.check_model(body.model)
+    server.check_model(body.model)
     if body.messages is not None:
         with blamed_as({"prompt": "messages"}):
             _, token_ids = await server.templates.render(
@@ -89,8 +88,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> TokenizeResponse:
 async def detokenize(request: Request, body: DetokenizeRequest) -> DetokenizeResponse:
     """The text that tokens stand for, special ones included."""
     server = request.app.state.server
-    if body.model is not None:
-        server.check_model(body.model)
+    server.check_model(body.model)
     vocab_size, max_len = server.llm.info.vocab_size, server.llm.info.max_model_len
     if len(body.tokens) > max_len:
         message = f"there are {len(body.tokens):,} tokens; the context holds {max_len:,} (max_model_len). Send fewer."

@@ -289,3 +289,11 @@ def test_what_is_not_supported_is_refused_by_its_name(stub_server, model):
                 answer = client.post(path, json=base | {name: {"odd": 1}})
                 assert answer.status_code == 400, name
                 assert answer.json()["error"]["param"] == name
+
+
+@pytest.mark.parametrize("model", [CompletionRequest, ChatRequest, ResponseRequest], ids=lambda model: model.__name__)
+def test_without_a_model_the_served_one_answers_and_is_named(stub_server, model):
+    path, body = BASES[model]
+    answer = httpx.post(stub_server.url + path, json={key: value for key, value in body.items() if key != "model"})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["model"] == "stub"
