@@ -2,17 +2,19 @@
 
 import importlib.util
 import json
+import re
 from itertools import chain, pairwise
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import GemmaTokenizer, LlamaTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import GemmaTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 from transformers.tokenization_utils_base import generate_merges
 
-from jaxllm.errors import TokenizerNotFoundError, UnsupportedModelError
-from jaxllm.loading.gguf_tokenizer import build_tokenizer
+from jaxllm.errors import CorruptCheckpointError, TokenizerNotFoundError, UnsupportedModelError
+from jaxllm.loading.gguf_tokenizer import REFUSED, SPECIAL_TOKENS, build_tokenizer
 from jaxllm.loading.sources import open_checkpoint
 
 GOLDENS = json.loads((Path(__file__).parents[1] / "data/smollm2_tokenizer.json").read_text(encoding="utf-8"))
@@ -72,9 +74,8 @@ def byte_level_metadata(byte_level, pre, **fields):
     types = np.array([NORMAL] * (len(tokens) - 2) + [CONTROL, USER_DEFINED], np.int32)
     joined = [" ".join(merge) for merge in merges]
     eos = len(tokens) - 2
-    return metadata_of(
-        model="gpt2", pre=pre, tokens=tokens, token_type=types, merges=joined, eos_token_id=eos, **fields
-    )
+    fields = {"bos_token_id": eos, "eos_token_id": eos} | fields
+    return metadata_of(model="gpt2", pre=pre, tokens=tokens, token_type=types, merges=joined, **fields)
 
 
 def test_qwen2_splits_and_normalizes_as_in_transformers(byte_level):
@@ -111,7 +112,7 @@ def test_llama3_keeps_words_of_the_vocabulary_whole(byte_level):
     with_word = ([*tokens[:-1], "Ġzyxwv"], merges)  # no merges lead to it
     llama3 = build_tokenizer(byte_level_metadata(with_word, "llama-bpe"), "test")
     gpt2 = build_tokenizer(byte_level_metadata(with_word, "gpt-2"), "test")
-    assert llama3.encode("a zyxwv")[1:] == [len(tokens) - 1]
+    assert llama3.encode("a zyxwv", add_special_tokens=False)[1:] == [len(tokens) - 1]
     assert gpt2.encode("a zyxwv")[1:] == gpt2.encode(" z") + gpt2.encode("yxwv") != [len(tokens) - 1]
 
 
@@ -137,7 +138,7 @@ def sentencepiece():
         piece = pool[random.randint(len(pool))] + pool[random.randint(len(pool))]
         if len(piece) <= 8 and piece not in merged:
             merged.append(piece)
-    special = ["<unk>", "<s>", "</s>", "<|im_end|>"]
+    special = ["<unk>", "<s>", "</s>", "<tool>"]
     tokens = special + [f"<0x{byte:02X}>" for byte in range(256)] + merged + letters
     types = [UNKNOWN, CONTROL, CONTROL, USER_DEFINED] + [BYTE] * 256 + [NORMAL] * (len(merged) + len(letters))
     scores = [0.0] * 260 + [-float(i) for i in range(len(merged) + len(letters))]
@@ -151,11 +152,14 @@ def sentencepiece_metadata(sentencepiece, **fields):
     return metadata_of(model="llama", pre="default", tokens=tokens, **arrays, **ids, **fields)
 
 
+CHATS = ["<s>abc", "<s> abc</s>abc", "</s></s>  a", "abc<tool>bc <tool>\n<tool>", "<unk>abc", "<s>[INST] abc [/INST]"]
+
+
 def random_texts():
     random = np.random.RandomState(1)
     alphabet = list("  abcdefgé日本.zß🦙\n")
     texts = ["".join(random.choice(alphabet, size=random.randint(1, 40))) for _ in range(200)]
-    return [*texts, "", " ", "   abc", "abc   ", "a<|im_end|> b</s>c", "<0x0A>"]
+    return [*texts, "", " ", "   abc", "abc   ", "a<tool> b</s>c", "<0x0A>", *CHATS]
 
 
 def merge_best_neighbours(text, tokens, scores):
@@ -182,17 +186,41 @@ def test_scores_merge_as_in_sentencepiece(sentencepiece):
             assert tokenizer.decode(ids, skip_special_tokens=True) == text
 
 
-def test_llama_tokenizer_is_that_of_transformers(sentencepiece):
+def test_each_text_after_a_control_token_begins_a_word_as_in_llama_cpp(sentencepiece):
+    """And after a user-defined one."""
+    tokens, scores, _ = sentencepiece
+    tokenizer = build_tokenizer(sentencepiece_metadata(sentencepiece), "test")
+    without = build_tokenizer(sentencepiece_metadata(sentencepiece, add_space_prefix=False), "test")
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("<s>abc", add_special_tokens=False))[1][0] == "▁"
+    for text in random_texts():
+        parts = [part for part in re.split("(<unk>|<s>|</s>|<tool>)", text) if part]
+        expected, expected_without = [1], [1]
+        for part in parts:
+            whole = [tokens.index(part)] if part in tokens[:4] else None
+            expected += whole or merge_best_neighbours(" " + part, tokens, scores)
+            expected_without += whole or merge_best_neighbours(part, tokens, scores)
+        assert tokenizer.encode(text) == expected
+        assert without.encode(text) == expected_without
+
+
+def test_llama_tokenizer_is_that_of_its_folder(sentencepiece):
+    """With the parts that the `tokenizer.json` of Llama 2 and Mistral 7B has."""
     tokens, scores, _ = sentencepiece
     vocab = {token: i for i, token in enumerate(tokens)}
     merges = generate_merges(vocab, dict(zip(tokens, scores, strict=True)))
-    oracle = LlamaTokenizer(vocab=vocab, merges=merges, add_bos_token=True)
-    oracle.add_tokens(["<|im_end|>"])
+    oracle = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    oracle.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    oracle.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    oracle.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in tokens[:3]])
+    oracle.add_tokens([AddedToken("<tool>", normalized=False)])
+    oracle.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     tokenizer = build_tokenizer(sentencepiece_metadata(sentencepiece), "test")
     for text in random_texts():
-        ids = oracle.encode(text)
+        ids = oracle.encode(text).ids
         assert tokenizer.encode(text) == ids
-        assert tokenizer.decode(ids, skip_special_tokens=True) == oracle.decode(ids, skip_special_tokens=True)
+        assert tokenizer.decode(ids, skip_special_tokens=True) == oracle.decode(ids)
 
 
 def test_gemma_tokenizer_is_that_of_transformers(sentencepiece):
@@ -233,3 +261,68 @@ def test_unknown_kind_and_missing_vocabulary_are_refused():
         build_tokenizer(metadata_of(), "x.gguf")
     with pytest.raises(TokenizerNotFoundError, match=r"lacks tokenizer\.ggml\.merges"):
         build_tokenizer(metadata_of(model="gpt2", tokens=["a"], token_type=np.ones(1)), "x.gguf")
+
+
+def test_every_key_of_a_tokenizer_is_used_or_refused(sentencepiece):
+    keys = {key for name, key in vars(gguf.Keys.Tokenizer).items() if not name.startswith("_")}
+    used = {
+        "model",
+        "pre",
+        "tokens",
+        "token_type",
+        "scores",
+        "merges",
+        "add_bos_token",
+        "add_eos_token",
+        "add_space_prefix",
+    }
+    used |= {f"{stored}_token_id" for stored in SPECIAL_TOKENS.values()}
+    used |= {"eot_token_id", "eom_token_id"}  # see `generation_config_from_gguf`
+    keys -= {"tokenizer.chat_template", "tokenizer.chat_templates", "tokenizer.chat_template.{name}"}
+    keys -= {f"tokenizer.ggml.{name}" for name in (*used, *REFUSED)}
+    # What is left changes no prompt: where code is to be filled in, types of segments, the same told in other forms.
+    fill_in = {"fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep", "prefix", "suffix", "middle"}
+    keys -= {f"tokenizer.ggml.{name}_token_id" for name in fill_in}
+    assert keys == {"tokenizer.ggml.token_type_count", "tokenizer.huggingface.json", "tokenizer.rwkv.world"}
+
+    for name in REFUSED:
+        value = [0] if name in ("precompiled_charsmap", "suppress_tokens") else True
+        with pytest.raises(UnsupportedModelError, match=rf"tokenizer\.ggml\.{re.escape(name)}, which"):
+            build_tokenizer(sentencepiece_metadata(sentencepiece, **{name: value}), "test")
+        build_tokenizer(sentencepiece_metadata(sentencepiece, **{name: [] if value == [0] else False}), "test")
+
+
+def test_what_ends_a_turn_is_a_control_token_whatever_the_file_says(sentencepiece):
+    tokens, scores, types = sentencepiece
+    tokens = [*tokens[:3], "<|im_end|>", *tokens[4:-1], "<|eot_id|>"]
+    tokenizer = build_tokenizer(sentencepiece_metadata((tokens, scores, types)), "test")
+    ids = tokenizer.encode("ab<|im_end|>ab<|eot_id|>")
+    assert [tokens.index("<|im_end|>"), tokens.index("<|eot_id|>")] == [id_ for id_ in ids if tokens[id_][:2] == "<|"]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "ab ab"
+
+
+def test_ids_that_the_file_does_not_name_are_those_of_sentencepiece(sentencepiece):
+    metadata = sentencepiece_metadata(sentencepiece)
+    named = build_tokenizer(metadata, "test")
+    unnamed = build_tokenizer({key: value for key, value in metadata.items() if not key.endswith("_token_id")}, "test")
+    assert unnamed.special_tokens_map == named.special_tokens_map
+    assert unnamed.encode("abc") == named.encode("abc")
+
+
+def test_a_file_that_contradicts_itself_is_refused(byte_level):
+    tokens, merges = byte_level
+    with pytest.raises(CorruptCheckpointError, match="'<tool>' twice"):
+        build_tokenizer(byte_level_metadata(([*tokens, "<tool>"], merges), "gpt-2"), "test")
+    with pytest.raises(CorruptCheckpointError, match=r"bos_token_id of test is 9,999; the vocabulary has \d+ tokens"):
+        build_tokenizer(byte_level_metadata(byte_level, "gpt-2", bos_token_id=9999), "test")
+    with pytest.raises(CorruptCheckpointError, match=r"adds a token \(bos\) to each prompt, but lacks"):
+        build_tokenizer(byte_level_metadata(byte_level, "llama-bpe", bos_token_id=None), "test")
+
+
+def test_templates_with_names_are_found(byte_level):
+    metadata = byte_level_metadata(byte_level, "gpt-2") | {"tokenizer.chat_template": "plain"}
+    assert build_tokenizer(metadata, "test").chat_template == "plain"
+    metadata |= {"tokenizer.chat_templates": ["tool_use"], "tokenizer.chat_template.tool_use": "tools"}
+    tokenizer = build_tokenizer(metadata, "test")
+    assert tokenizer.chat_template == {"default": "plain", "tool_use": "tools"}
+    assert tokenizer.get_chat_template(tools=[{}]) == "tools"
