@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import numpy as np
+
 from jaxllm.errors import CorruptCheckpointError, UnsupportedModelError
 from jaxllm.loading.gguf_file import GGUFFile
 
@@ -17,6 +19,26 @@ ROPE_FACTORS = "rope_freqs.weight"
 GEMMA3_LOCAL_ROPE_THETA = 10_000.0
 GEMMA3_SLIDING_WINDOW_PATTERN = 6
 GEMMA3_27B_NUM_LAYERS = 62
+
+WITHOUT_EFFECT = frozenset(
+    {"vocab_size", "attention.layer_norm_epsilon", "rope.scaling.finetuned", "tensor_data_layout", "pooling_type"}
+    | {"mm.tokens_per_image"}
+)
+"""Fields that say the same as something that is read, or change no logits of these models."""
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "logit_scale": (0.0, 1.0),
+    "residual_scale": (0.0, 1.0),
+    "embedding_scale": (0.0, 1.0),
+}
+"""Values with which a field that is not known asks for nothing; of others: 0 and nothing."""
+HEAD_SIZES = (
+    "attention.value_length",
+    "attention.key_length_swa",
+    "attention.value_length_swa",
+    "rope.dimension_count_swa",
+)
+"""Fields that must be the size of a head."""
 
 # Files name one end-of-sequence token; chat models end their turns by further ones, known by their text.
 TURN_ENDS = frozenset({"<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>"})
@@ -42,6 +64,11 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     sliding_window = fields.optional("attention.sliding_window")
     if architecture == "llama" and sliding_window:  # llama.cpp has one name for both families
         model_type, model_class = "mistral", "MistralForCausalLM"
+    if architecture.startswith("qwen") and sliding_window:
+        raise UnsupportedModelError(
+            f"{file.path} has attention.sliding_window = {sliding_window}, which llama.cpp does not know of "
+            f"{architecture} models; convert it again without one."
+        )
 
     config = {
         "model_type": model_type,
@@ -64,7 +91,9 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "sliding_window": sliding_window,
         **_token_ids(file),
     }
-    return config | (_gemma3(fields, head_dim) if architecture == "gemma3" else {})
+    config |= _gemma3(fields, head_dim) if architecture == "gemma3" else {}
+    fields.refuse_the_rest(head_dim)
+    return config
 
 
 def generation_config_from_gguf(file: GGUFFile) -> dict[str, Any]:
@@ -92,10 +121,11 @@ def _gemma3(fields: "_Fields", head_dim: int) -> dict[str, Any]:
 
 
 def _rope_scaling(fields: "_Fields") -> dict[str, Any] | None:
-    """Llama 3.1 and later store the outcome of their formula: one divisor for each frequency."""
-    if ROPE_FACTORS in fields.file.tensors:
-        return {"rope_type": "factors", "factors": fields.file.read(ROPE_FACTORS).tolist()}
-    kind = fields.optional("rope.scaling.type") or "none"
+    """As llama.cpp reads it: a factor without a type is linear, and 0 stands for none. Llama 3.1 and later store the
+    outcome of their formula: one divisor for each frequency."""
+    kind = fields.optional("rope.scaling.type") or "linear"
+    factor, older = fields.optional("rope.scaling.factor"), fields.optional("rope.scale_linear")
+    factor = factor or older or 1.0
     known = {
         "none": {"type"},
         "linear": {"type", "factor"},
@@ -107,9 +137,17 @@ def _rope_scaling(fields: "_Fields") -> dict[str, Any] | None:
             f"{fields.file.path} scales rotary embeddings by {kind!r} with {', '.join(sorted(stated))}; "
             "this version knows linear (factor), yarn (factor, original_context_length), Llama 3's factors."
         )
-    if kind == "none":
+    is_scaled = kind != "none" and factor != 1.0
+    if ROPE_FACTORS in fields.file.tensors:
+        if is_scaled:
+            raise UnsupportedModelError(
+                f"{fields.file.path} scales rotary embeddings twice: by {ROPE_FACTORS}, and {kind!r} by {factor}; this "
+                "version knows one of them at a time."
+            )
+        return {"rope_type": "factors", "factors": fields.file.read(ROPE_FACTORS).tolist()}
+    if not is_scaled and kind != "yarn":
         return None
-    scaling = {"rope_type": kind, "factor": fields.required("rope.scaling.factor")}
+    scaling = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = fields.integer("rope.scaling.original_context_length")
     return scaling
@@ -126,6 +164,7 @@ class _Fields:
     def __init__(self, file: GGUFFile, architecture: str) -> None:
         self.file = file
         self._prefix = f"{architecture}."
+        self._read: set[str] = set()
 
     @property
     def embedding_shape(self) -> tuple[int, ...]:
@@ -134,6 +173,7 @@ class _Fields:
         return self.file.tensors["token_embd.weight"].shape
 
     def optional(self, name: str) -> Any:
+        self._read.add(name)
         return self.file.metadata.get(self._prefix + name)
 
     def required(self, name: str) -> Any:
@@ -155,3 +195,18 @@ class _Fields:
     def names_under(self, prefix: str) -> set[str]:
         start = self._prefix + prefix
         return {key.removeprefix(start) for key in self.file.metadata if key.startswith(start)}
+
+    def refuse_the_rest(self, head_dim: int) -> None:
+        """Raises UnsupportedModelError for a field that nobody has read and that asks for something."""
+        for name in sorted(self.names_under("") - self._read - WITHOUT_EFFECT):
+            value = self.optional(name)
+            if name in HEAD_SIZES:
+                is_neutral = value == head_dim
+            elif name in NEUTRAL:
+                is_neutral = value in NEUTRAL[name]
+            else:
+                is_neutral = not (value if np.ndim(value) == 0 else any(value))
+            if not is_neutral:
+                raise UnsupportedModelError(
+                    f"{self.file.path} has {self._prefix}{name} = {value}, which this version does not know."
+                )

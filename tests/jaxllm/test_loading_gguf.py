@@ -7,6 +7,7 @@ import pytest
 
 from jaxllm.errors import CorruptCheckpointError, UnsupportedModelError
 from jaxllm.loading.gguf import GGUFCheckpoint
+from jaxllm.loading.gguf_config import MODEL_TYPES, WITHOUT_EFFECT
 from jaxllm.loading.gguf_file import GGUFFile
 from jaxllm.loading.gguf_names import huggingface_name
 
@@ -183,6 +184,49 @@ def test_rotary_factors_become_part_of_the_config(tmp_path):
     checkpoint = GGUFCheckpoint(path)
     assert checkpoint.config["rope_scaling"] == {"rope_type": "factors", "factors": factors.tolist()}
     assert checkpoint.tensor_names() == {"model.embed_tokens.weight"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"rope.scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"rope.scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}, {"rope_type": "linear", "factor": 2.0}),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, None),
+        ({"rope.scaling.factor": 0.0}, None),
+        ({"rope.scaling.factor": 1.0}, None),
+    ],
+)
+def test_a_scaling_without_a_type_is_linear_as_in_llama_cpp(tmp_path, fields, expected):
+    path = write_gguf(tmp_path / "m.gguf", {"token_embd.weight": draw(V, D)}, metadata=fields)
+    assert GGUFCheckpoint(path).config["rope_scaling"] == expected
+
+
+ODD_VALUES = {"rope.scaling.type": "longrope", "attention.head_count": 2, "attention.causal": 0}
+
+
+@pytest.mark.parametrize("architecture", MODEL_TYPES)
+def test_every_field_is_used_or_refused_or_without_effect(tmp_path, architecture):
+    """Those that the gguf package knows."""
+
+    def config(**fields):
+        path = write_gguf(tmp_path / "m.gguf", {"token_embd.weight": draw(V, D)}, architecture, fields)
+        return GGUFCheckpoint(path).config
+
+    keys = [key for of in (gguf.Keys.LLM, gguf.Keys.Attention, gguf.Keys.Rope) for key in vars(of).values()]
+    names = [key.removeprefix("{arch}.") for key in keys if isinstance(key, str) and key.startswith("{arch}.")]
+    assert len(names) > 50
+    plain = config()
+    for name in [*names, "something.new"]:
+        is_used, refusal = False, ""
+        try:
+            is_used = config(**{name: ODD_VALUES.get(name, 7)}) != plain
+        except UnsupportedModelError as error:
+            refusal = str(error)
+        said = {"rope.dimension_count": "rotates 7", "rope.scaling.type": "'longrope'"}.get(
+            name, name.removeprefix("rope.scaling.")
+        )
+        assert is_used or said in refusal or name in WITHOUT_EFFECT, (name, refusal)
 
 
 def test_rotary_scaling_is_told_in_hugging_face_terms(tmp_path):
