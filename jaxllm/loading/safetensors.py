@@ -99,8 +99,12 @@ class SafetensorsCheckpoint:
             raise TokenizerNotFoundError(f"{self.source} holds no tokenizer: none of {', '.join(TOKENIZER_FILES)}.")
         from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes a second
 
+        # The classes that AutoTokenizer chooses build some tokenizers anew, from the vocabulary and what they know of a
+        # family. What the file says goes before that.
+        is_whole = (self._folder / "tokenizer.json").is_file()
+        kind = PreTrainedTokenizerFast if is_whole else AutoTokenizer
         try:
-            tokenizer = AutoTokenizer.from_pretrained(self._folder, local_files_only=True, trust_remote_code=False)
+            tokenizer = kind.from_pretrained(self._folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # the tokenizers library raises nothing more special
             raise TokenizerNotFoundError(f"the tokenizer of {self.source} cannot be read: {error}") from error
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
