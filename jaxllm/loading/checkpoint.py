@@ -35,6 +35,10 @@ class Checkpoint(Protocol):
         """A fresh array, owned by the caller alone: of the stored dtype, or float32 if it is quantized."""
         ...
 
+    def require_tokenizer(self) -> None:
+        """Raises TokenizerNotFoundError if there is none, at once."""
+        ...
+
     def tokenizer(self) -> "PreTrainedTokenizerFast":
         """Raises TokenizerNotFoundError; UnsupportedModelError for a kind that this version does not know."""
         ...

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxllm.errors import UnsupportedModelError
+from jaxllm.errors import TokenizerNotFoundError, UnsupportedModelError
 from jaxllm.loading.gguf_config import ROPE_FACTORS, config_from_gguf, generation_config_from_gguf
 from jaxllm.loading.gguf_file import GGUFFile
 from jaxllm.loading.gguf_names import huggingface_name
@@ -52,7 +52,12 @@ class GGUFCheckpoint:
             return array - 1  # stored as the factor 1 + w that Gemma's RMSNorm applies
         return array
 
+    def require_tokenizer(self) -> None:
+        if "tokenizer.ggml.model" not in self._file.metadata:
+            raise TokenizerNotFoundError(f"{self.source} holds weights but no tokenizer.")
+
     def tokenizer(self) -> "PreTrainedTokenizerFast":
+        self.require_tokenizer()
         from jaxllm.loading.gguf_tokenizer import build_tokenizer  # transformers: a second of import
 
         return build_tokenizer(self._file.metadata, self.source)

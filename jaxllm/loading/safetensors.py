@@ -94,9 +94,12 @@ class SafetensorsCheckpoint:
         tensor = self._tensors[name]
         return read_array(tensor.path, tensor.offset_bytes, tensor.shape, tensor.dtype)
 
-    def tokenizer(self) -> "PreTrainedTokenizerFast":
+    def require_tokenizer(self) -> None:
         if not any((self._folder / name).is_file() for name in TOKENIZER_FILES):
             raise TokenizerNotFoundError(f"{self.source} holds no tokenizer: none of {', '.join(TOKENIZER_FILES)}.")
+
+    def tokenizer(self) -> "PreTrainedTokenizerFast":
+        self.require_tokenizer()
         from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes a second
 
         # The classes that AutoTokenizer chooses build some tokenizers anew, from the vocabulary and what they know of a

@@ -391,10 +391,11 @@ def test_engine_options_are_refused_before_anything_is_compiled(tiny_folder, mon
         LLM("./nowhere")
 
 
-def test_a_model_without_a_tokenizer_is_refused(tmp_path):
+def test_a_model_without_a_tokenizer_is_refused_before_anything_is_compiled(tmp_path, monkeypatch):
+    monkeypatch.setattr(Runner, "__init__", None)
     write_tiny_model("llama", tmp_path)
     with pytest.raises(TokenizerNotFoundError, match="holds no tokenizer"):
-        LLM(str(tmp_path), max_num_seqs=4, max_num_batched_tokens=32, num_pages=20, compilation_cache_dir="")
+        LLM(str(tmp_path))
 
 
 # Ctrl-C
