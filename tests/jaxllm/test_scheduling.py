@@ -200,7 +200,7 @@ def test_who_expires_in_a_step_that_raises_is_told(tiny_llm, monkeypatch):
 def test_a_timeout_gives_what_there_is(tiny_llm):
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
     engine = tiny_llm.engine
-    engine.add_request("late", [5, 6, 7], params, timeout_s=0.02)
+    engine.add_request("late", [5, 6, 7], params, timeout_s=0.2)
     outputs = []
     while engine.has_unfinished_requests:
         outputs += engine.step()
