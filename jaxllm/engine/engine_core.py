@@ -305,10 +305,10 @@ class EngineCore:
 
 
 def _plain(value: Any) -> Any:
-    """A figure of the scheduler's in numbers, and mappings of names to them."""
+    """A figure of the scheduler's in numbers, tuples of them, and mappings of names to them."""
     if isinstance(value, Mapping):
         return {status.value: number for status, number in value.items()}
-    if isinstance(value, int | float):
+    if isinstance(value, int | float | tuple):
         return value
     return {field.name: getattr(value, field.name) for field in fields(value)}
 
