@@ -128,9 +128,11 @@ def _rope_scaling(fields: "_Fields") -> dict[str, Any] | None:
     factor = factor or older or 1.0
     known = {
         "none": {"type"},
-        "linear": {"type", "factor"},
+        "linear": {"type", "factor", "original_context_length"},
         "yarn": {"type", "factor", "original_context_length"},
     }
+    # Only yarn has a use for the length before.
+    original_len = fields.optional("rope.scaling.original_context_length") or fields.integer("context_length")
     stated = fields.names_under("rope.scaling.") - {"finetuned"}
     if kind not in known or (kind != "none" and not stated <= known[kind]):
         raise UnsupportedModelError(
@@ -149,7 +151,7 @@ def _rope_scaling(fields: "_Fields") -> dict[str, Any] | None:
         return None
     scaling = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
-        scaling["original_max_position_embeddings"] = fields.integer("rope.scaling.original_context_length")
+        scaling["original_max_position_embeddings"] = original_len
     return scaling
 
 
