@@ -99,7 +99,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
 def generation_config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     """`eos_token_id` is the list of all tokens that end a turn."""
     metadata = file.metadata
-    ends = {metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
+    ends = {token_id(metadata, name) for name in ("eos", "eot", "eom")}
     ends |= {i for i, token in enumerate(metadata.get("tokenizer.ggml.tokens", ())) if token in TURN_ENDS}
     return _token_ids(file) | {"eos_token_id": sorted(end for end in ends if end is not None)}
 
@@ -157,7 +157,14 @@ def _rope_scaling(fields: "_Fields") -> dict[str, Any] | None:
 
 def _token_ids(file: GGUFFile) -> dict[str, Any]:
     stored_names = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
-    return {name: file.metadata.get(f"tokenizer.ggml.{stored}_token_id") for name, stored in stored_names.items()}
+    return {name: token_id(file.metadata, stored) for name, stored in stored_names.items()}
+
+
+def token_id(metadata: dict[str, Any], name: str) -> int | None:
+    """Of a special token. One outside the vocabulary stands for none, as in llama.cpp: converters stored -1."""
+    found = metadata.get(f"tokenizer.ggml.{name}_token_id")
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    return None if found is None or (tokens is not None and not 0 <= found < len(tokens)) else int(found)
 
 
 class _Fields:

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from jaxllm.errors import CorruptCheckpointError, TokenizerNotFoundError, UnsupportedModelError
-from jaxllm.loading.gguf_config import TURN_ENDS
+from jaxllm.loading.gguf_config import TURN_ENDS, token_id
 
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6  # values of tokenizer.ggml.token_type
 SPACE = "▁"  # how SentencePiece spells it
@@ -27,7 +27,7 @@ SPECIAL_TOKENS = {
     "bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "cls": "cls", "mask": "mask"
 }  # fmt: skip
 """Names of transformers, and how `tokenizer.ggml.…_token_id` spells them."""
-SENTENCEPIECE_IDS = {"unknown_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # unless the file says otherwise
+SENTENCEPIECE_IDS = {"unknown": 0, "bos": 1, "eos": 2}  # unless the file says otherwise
 REFUSED = (
     "add_sep_token", "remove_extra_whitespaces", "precompiled_charsmap", "normalizer.lowercase",
     "normalizer.strip_accents", "suppress_tokens",
@@ -102,27 +102,33 @@ def build_tokenizer(metadata: dict[str, Any], source: str) -> GGUFTokenizer:
         raise UnsupportedModelError(
             f"{source} has a tokenizer with tokenizer.ggml.{refused[0]}, which this version does not know."
         )
-    tokens: list[str] = fields["tokens"]
+    # Tokens without a text are of no use, but may be several.
+    tokens = fields["tokens"] = [token or f"[EMPTY_{i}]" for i, token in enumerate(fields["tokens"])]
     if len(set(tokens)) < len(tokens):
         ((twice, _),) = Counter(tokens).most_common(1)
         raise CorruptCheckpointError(f"{source} has the token {twice!r} twice in its vocabulary. Convert it again.")
+    special_ids = SENTENCEPIECE_IDS if kind == "llama" else {}
+    special_ids = special_ids | {
+        name: found for name in SPECIAL_TOKENS.values() if (found := token_id(metadata, name)) is not None
+    }
     if kind == "gpt2":
         variant = _variant(fields.get("pre"), source)
         adds_bos = variant.adds_bos
         backend = _byte_level(tokens, fields["merges"], variant)
     else:
         adds_bos = True
-        fields = SENTENCEPIECE_IDS | fields
-        backend = _sentencepiece(fields)
+        backend = _sentencepiece(fields, special_ids["unknown"])
     _add_whole_tokens(backend, tokens, fields["token_type"])
 
-    special_tokens = _special_tokens(fields, source)
+    special_tokens = {
+        f"{name}_token": tokens[special_ids[stored]] for name, stored in SPECIAL_TOKENS.items() if stored in special_ids
+    }
     adds = {name: fields.get(f"add_{name}_token", adds_bos and name == "bos") for name in ("bos", "eos")}
     for name, is_added in adds.items():
         if is_added and f"{name}_token" not in special_tokens:
             raise CorruptCheckpointError(
-                f"{source} adds a token ({name}) to each prompt, but lacks tokenizer.ggml.{name}_token_id. Convert it "
-                f"again, or with tokenizer.ggml.add_{name}_token = false."
+                f"{source} adds a token ({name}) to each prompt, but lacks a valid tokenizer.ggml.{name}_token_id. "
+                f"Convert it again, or with tokenizer.ggml.add_{name}_token = false."
             )
     return GGUFTokenizer(
         backend,
@@ -137,20 +143,6 @@ def build_tokenizer(metadata: dict[str, Any], source: str) -> GGUFTokenizer:
 
 def _is_set(value: Any) -> bool:
     return bool(value) if np.ndim(value) == 0 else len(value) > 0
-
-
-def _special_tokens(fields: dict[str, Any], source: str) -> dict[str, str]:
-    tokens, found = fields["tokens"], {}
-    for name, stored in SPECIAL_TOKENS.items():
-        token_id = fields.get(f"{stored}_token_id")
-        if token_id is not None and token_id >= len(tokens):
-            raise CorruptCheckpointError(
-                f"tokenizer.ggml.{stored}_token_id of {source} is {token_id:,}; the vocabulary has {len(tokens):,} "
-                "tokens. Convert it again."
-            )
-        if token_id is not None:
-            found[f"{name}_token"] = tokens[token_id]
-    return found
 
 
 def _chat_template(metadata: dict[str, Any]) -> str | dict[str, str] | None:
@@ -182,14 +174,14 @@ def _byte_level(tokens: list[str], merges: list[str], variant: ByteLevelVariant)
     return backend
 
 
-def _sentencepiece(fields: dict[str, Any]) -> Tokenizer:
+def _sentencepiece(fields: dict[str, Any], unknown_id: int) -> Tokenizer:
     # Runs of spaces are stored as spaces, but text is merged after its spaces were respelled.
     tokens = [SPACE * len(token) if token and not token.strip(" ") else token for token in fields["tokens"]]
     backend = Tokenizer(
         models.BPE(
             vocab={token: i for i, token in enumerate(tokens)},
             merges=_merges_from_scores(tokens, fields["token_type"].tolist(), fields["scores"].tolist()),
-            unk_token=tokens[fields["unknown_token_id"]],
+            unk_token=tokens[unknown_id],
             fuse_unk=True,
             byte_fallback=True,
         )

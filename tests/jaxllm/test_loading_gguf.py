@@ -264,6 +264,15 @@ def test_every_end_of_turn_token_ends_generation(tmp_path):
     assert generation_config["bos_token_id"] == 0
 
 
+def test_ids_outside_the_vocabulary_are_no_special_tokens(tmp_path):
+    """As in files whose converter stored -1."""
+    ids = {f"tokenizer.ggml.{name}_token_id": 2**32 - 1 for name in ("bos", "eot", "padding")}
+    metadata = {"tokenizer.ggml.tokens": ["a", "b"], "tokenizer.ggml.eos_token_id": 1} | ids
+    path = write_gguf(tmp_path / "m.gguf", {"token_embd.weight": draw(V, D)}, metadata=metadata)
+    generation_config = GGUFCheckpoint(path).generation_config
+    assert generation_config == {"bos_token_id": None, "eos_token_id": [1], "pad_token_id": None}
+
+
 @pytest.mark.parametrize(
     ("architecture", "metadata", "tensors", "message"),
     [
