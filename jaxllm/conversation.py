@@ -29,7 +29,8 @@ class Conversation:
         """A message of chat completions, as OpenAI's API and transformers have it.
 
         Content may be a text or a list of text parts, which are joined by newlines; an assistant may say nothing.
-        Arguments of calls may be a text or an object. What else a message has goes to the template, but for None.
+        Arguments of calls may be a text or an object; `reasoning` is `reasoning_content`. What else a message has goes
+        to the template, but for None.
 
         Raises ValueError for what does not fit.
         """
@@ -42,6 +43,9 @@ class Conversation:
                 raise ValueError(f"it has {name}, which is not supported")
         if "content" not in fields and role != "assistant":
             raise ValueError("content is missing")
+        reasoning = fields.pop("reasoning", None)  # vLLM's name
+        if reasoning is not None and fields.setdefault("reasoning_content", reasoning) != reasoning:
+            raise ValueError("reasoning and reasoning_content differ; they are two names of one thing")
         content, calls = _text_of(fields.pop("content", "")), fields.pop("tool_calls", ())
         if calls and role != "assistant":
             raise ValueError(f"a message of the role {role} has no tool_calls")

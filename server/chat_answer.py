@@ -150,7 +150,7 @@ def _message(parts: Sequence[ReplyPart]) -> dict[str, Any]:
                 calls[index]["function"]["arguments"] += text
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if reasoning:
-        message["reasoning_content"] = reasoning
+        message |= _reasoning(reasoning)
     if calls:
         message |= {"content": content or None, "tool_calls": calls}
     return message
@@ -161,12 +161,17 @@ def _delta_of(part: ReplyPart) -> dict[str, Any]:
         case ContentPart(text):
             return {"content": text}
         case ReasoningPart(text):
-            return {"reasoning_content": text}
+            return _reasoning(text)
         case ToolCallStart(index, id_, name):
             call = {"index": index, "id": id_, "type": "function", "function": {"name": name, "arguments": ""}}
             return {"tool_calls": [call]}
         case ToolCallArguments(index, text):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    """Under both of its names: clients of vLLM read the second one."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def _choice(

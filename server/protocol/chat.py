@@ -47,6 +47,7 @@ class Message(RequestModel):
     tool_calls: Annotated[Items[ToolCall] | None, Field(description="Of the role assistant.")] = None
     tool_call_id: Annotated[Text | None, Field(description="Of the role tool: the call that this answers.")] = None
     reasoning_content: Annotated[Text | None, Field(description="Of the role assistant.")] = None
+    reasoning: Annotated[Text | None, Field(description="The same, as vLLM calls it.")] = None
 
     # What answers of this API may carry, so that they can be sent back as they came.
     refusal: Annotated[Any, Only()] = None
@@ -61,6 +62,7 @@ class Message(RequestModel):
         for name, has_place in (
             ("tool_calls", is_assistant),
             ("reasoning_content", is_assistant),
+            ("reasoning", is_assistant),
             ("tool_call_id", is_tool),
         ):
             if getattr(self, name) is not None and not has_place:
@@ -196,6 +198,8 @@ class AnsweredMessage(BaseModel):
     content: str | None
     refusal: None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    """The same, as vLLM calls it."""
     tool_calls: list[AnsweredToolCall] | None = None
 
 

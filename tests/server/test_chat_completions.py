@@ -167,6 +167,10 @@ def test_reasoning_is_told_from_the_answer(start_stub):
     chunks = streamed(server, messages)
     assert "".join(chunk["delta"].get("reasoning_content") or "" for chunk in chunks) == "Hm."
     assert "".join(chunk["delta"].get("content") or "" for chunk in chunks).strip() == "Yes"
+    assert all(chunk["delta"].get("reasoning") == chunk["delta"].get("reasoning_content") for chunk in chunks)
+    assert message["reasoning"] == message["reasoning_content"]
+    back = answer(server, [{"role": "user", "content": "go"}, message, *say("done")])
+    assert back["choices"][0]["message"]["content"] == "done"
     opened = answer(server, say("Hm.</think>Yes"), chat_template_kwargs={"enable_thinking": True})
     assert opened["choices"][0]["message"]["reasoning_content"] == "Hm."
 

@@ -8,7 +8,7 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
-from jaxllm import LLM, ControlTokens, InvalidRequestError
+from jaxllm import LLM, ControlTokens, Conversation, InvalidRequestError
 
 USER = {"role": "user", "content": "hi"}
 CUT_OFF = '{"a":"hello'
@@ -36,11 +36,13 @@ CONVERSATIONS = {
     "developer": [{"role": "developer", "content": "be brief"}, USER],
     "reasoning": [USER, {"role": "assistant", "content": "x", "reasoning_content": "hm"}, USER],
 }
+CONVERSATIONS["reasoning, as vLLM calls it"] = [USER, {"role": "assistant", "content": "x", "reasoning": "hm"}, USER]
 REFUSED = {
     "a result without a call": ([USER, RESULT], "there is no call 'call_1'"),
     "a result before its call": ([RESULT, asks(call("{}"))], "there is no call 'call_1'"),
     "a result of nothing": ([USER, {"role": "tool", "content": "x"}], "needs tool_call_id"),
     "no content": ([{"role": "user"}], "content is missing"),
+    "two reasonings": ([asks(call("{}"), reasoning="a", reasoning_content="b")], "two names of one thing"),
     "a picture": ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "part 0"),
 }
 
@@ -67,8 +69,8 @@ def as_items(messages: list[dict]) -> list[dict]:
         if message["role"] == "tool":
             items.append({"type": "function_call_output", "call_id": "call_1", "output": message["content"]})
             continue
-        if message.get("reasoning_content"):
-            content = [{"type": "reasoning_text", "text": message["reasoning_content"]}]
+        if reasoning := message.get("reasoning_content") or message.get("reasoning"):
+            content = [{"type": "reasoning_text", "text": reasoning}]
             items.append({"type": "reasoning", "summary": [], "content": content})
         content = message.get("content")
         if isinstance(content, list):
@@ -171,3 +173,12 @@ def test_anthropics_client_can_send_back_what_it_got(stub_server, said):
         ]
         again = [*messages, {"role": "assistant", "content": content}, {"role": "user", "content": results or "y"}]
         assert claude.messages.create(model="stub", max_tokens=1, messages=again).usage
+
+
+def test_reasoning_is_one_thing_under_both_of_its_names():
+    turns = []
+    for names in (["reasoning"], ["reasoning_content"], ["reasoning", "reasoning_content"]):
+        conversation = Conversation()
+        conversation.add({"role": "assistant", "content": "x"} | dict.fromkeys(names, "hm"))
+        turns.append(conversation.messages)
+    assert turns == [[{"role": "assistant", "content": "x", "reasoning_content": "hm"}]] * 3

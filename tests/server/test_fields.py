@@ -167,6 +167,7 @@ EFFECTS: dict[type[RequestModel], dict[str, tuple[Body, Body]]] = {
         "Message.content": ({}, {"messages": [SAID | {"content": "abc"}]}),
         "Message.name": ({}, {"messages": [SAID | {"name": "Ada"}]}),
         "Message.reasoning_content": parts({"reasoning_content": "Hm."}, of="messages", base=[*CALLED[:1], CALLED[1]]),
+        "Message.reasoning": parts({"reasoning": "Hm."}, of="messages", base=[*CALLED[:1], CALLED[1]]),
         "Message.tool_call_id": parts({"tool_call_id": "d"}, of="messages", base=RESULT),
         "ToolCall.id": parts({"tool_calls": [CALLS[0] | {"id": "d"}]}, of="messages", base=CALLED),
         "CalledFunction.name": chat_call("name", "g"),

@@ -44,6 +44,7 @@ LENGTHS = {
     "/v1/responses": "max_output_tokens",
     "/v1/messages": "max_tokens",
 }
+OF_PROMPTS = {"model", "prompt", "add_special_tokens", "return_token_strs"}  # in /tokenize
 
 
 def make_servable(case):
@@ -52,13 +53,18 @@ def make_servable(case):
     case.headers.clear()
     if isinstance(case.body, dict) and "model" in case.body:
         case.body["model"] = "stub"
-    if (length := LENGTHS.get(case.operation.path)) is not None and isinstance(case.body, dict):
-        case.body[length] = 4
-        if isinstance(
-            case.body.get("messages"), list
-        ):  # What belongs together with a tool's call is not in the schema.
-            of_users = [m for m in case.body["messages"] if m.get("role") == "user" and m.get("content")]
-            case.body["messages"] = of_users or [{"role": "user", "content": "a"}]
+    path, body = case.operation.path, case.body
+    if not isinstance(body, dict) or path not in (*LENGTHS, "/tokenize"):
+        return
+    if isinstance(body.get("messages"), list):  # What belongs together with a tool's call is not in the schema.
+        of_users = [m for m in body["messages"] if m.get("role") == "user" and m.get("content")]
+        body["messages"] = of_users or [{"role": "user", "content": "a"}]
+    if path != "/tokenize":
+        body[LENGTHS[path]] = 4
+    elif body.get("messages"):  # It takes a prompt or messages.
+        body.pop("prompt", None)
+    else:
+        case.body = {"prompt": "a"} | {name: value for name, value in body.items() if name in OF_PROMPTS}
 
 
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["allowed", "not allowed"])
