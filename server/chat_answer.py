@@ -13,7 +13,7 @@ from jaxllm.server.chat_input import messages_for_template
 from jaxllm.server.deltas import deltas
 from jaxllm.server.parsers import ContentPart, ReasoningPart, ReplyPart, ToolCallArguments, ToolCallStart
 from jaxllm.server.protocol.chat import ChatCompletion, ChatRequest
-from jaxllm.server.protocol.logprobs import chat_logprobs
+from jaxllm.server.protocol.logprobs import chat_logprobs, token_namer
 from jaxllm.server.protocol.usage import Usage
 from jaxllm.server.reply import Reply, start_replies
 from jaxllm.server.streaming import DONE, ChunkWriter, encode_json, error_events
@@ -32,7 +32,7 @@ class ChatAnswer:
 
     def __init__(self, server: "Server", body: ChatRequest, replies: Sequence[Reply]) -> None:
         self.generation = replies[0].generation
-        self._llm = server.llm
+        self._name_of = token_namer(server.llm.token_text, as_token_ids=bool(body.return_tokens_as_token_ids))
         self._body = body
         self._replies = replies
         self._thinks = server.parsers[1] is not None
@@ -123,7 +123,7 @@ class ChatAnswer:
 
     def _shown_logprobs(self, index: int) -> dict[str, Any]:
         shown, self._logprobs[index] = self._logprobs[index], []
-        content = chat_logprobs(self._llm.token_text, shown, self._body.top_logprobs or 0)
+        content = chat_logprobs(self._name_of, shown, self._body.top_logprobs or 0)
         return {"content": content, "refusal": None}
 
     async def _usage(self) -> Usage:

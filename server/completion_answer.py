@@ -12,7 +12,7 @@ from jaxllm.server.deltas import gather
 from jaxllm.server.generation import Generation
 from jaxllm.server.generation_group import GenerationGroup
 from jaxllm.server.protocol.completions import DEFAULT_MAX_TOKENS, Completion, CompletionRequest, Prompt
-from jaxllm.server.protocol.logprobs import CompletionLogprobsWriter
+from jaxllm.server.protocol.logprobs import CompletionLogprobsWriter, token_namer
 from jaxllm.server.protocol.usage import Usage
 from jaxllm.server.streaming import DONE, ChunkWriter, encode_json, error_events
 
@@ -122,7 +122,8 @@ class CompletionAnswer:
     def _logprobs_writer(self, prompt: list[int]) -> CompletionLogprobsWriter:
         skip_special_tokens = self._body.skip_special_tokens is not False
         detokenizer = self._llm.detokenizer(prompt, skip_special_tokens=skip_special_tokens)
-        return CompletionLogprobsWriter(self._llm.token_text, self._body.logprobs or 0, detokenizer.append_one)
+        name_of = token_namer(self._llm.token_text, as_token_ids=bool(self._body.return_tokens_as_token_ids))
+        return CompletionLogprobsWriter(name_of, self._body.logprobs or 0, detokenizer.append_one)
 
     def _logprobs_of(self, index: int, logprobs: list[TokenLogprobs] | None) -> dict[str, Any] | None:
         """Of the next tokens of a choice."""

@@ -6,7 +6,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from jaxllm import SamplingParams
 from jaxllm.server.protocol.function_tool import Strict, function_for_template
-from jaxllm.server.protocol.logprobs import ChatLogprobs
+from jaxllm.server.protocol.logprobs import AsTokenIds, ChatLogprobs
 from jaxllm.server.protocol.sampling import (
     MAX_TOP_LOGPROBS,
     Items,
@@ -100,6 +100,7 @@ class ChatRequest(SamplingFields):
     max_tokens: Annotated[int | None, Field(ge=1, le=2**31 - 1, description="The older name.")] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
+    return_tokens_as_token_ids: AsTokenIds = None
     stream_options: StreamOptions | None = None
     tools: Items[Tool] | None = None
     tool_choice: Annotated[
@@ -139,6 +140,9 @@ class ChatRequest(SamplingFields):
     def _check_fields(self) -> "ChatRequest":
         if self.top_logprobs is not None and not self.logprobs:
             raise contradiction("top_logprobs", "top_logprobs needs logprobs to be true")
+        if self.return_tokens_as_token_ids and not self.logprobs:
+            message = "return_tokens_as_token_ids needs logprobs to be true: it says what their tokens are called"
+            raise contradiction("return_tokens_as_token_ids", message)
         if self.stream_options is not None and not self.stream:
             raise contradiction("stream_options", "stream_options needs stream to be true")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:

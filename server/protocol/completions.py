@@ -6,7 +6,7 @@ from pydantic import BaseModel, Field, PlainValidator, WithJsonSchema, model_val
 from pydantic_core import PydanticCustomError
 
 from jaxllm import SamplingParams
-from jaxllm.server.protocol.logprobs import CompletionLogprobs
+from jaxllm.server.protocol.logprobs import AsTokenIds, CompletionLogprobs
 from jaxllm.server.protocol.sampling import (
     MAX_TOP_LOGPROBS,
     Only,
@@ -74,6 +74,7 @@ class CompletionRequest(SamplingFields):
     logprobs: Annotated[
         int | None, Field(ge=0, le=MAX_TOP_LOGPROBS, description="How many of the most likely tokens to show.")
     ] = None
+    return_tokens_as_token_ids: AsTokenIds = None
     echo: Annotated[bool | None, Field(description="Put the prompt before the text; not with logprobs.")] = None
     stream_options: StreamOptions | None = None
 
@@ -85,6 +86,9 @@ class CompletionRequest(SamplingFields):
         if self.echo and self.logprobs is not None:
             message = "echo and logprobs cannot go together: the prompt's log-probabilities are not computed"
             raise contradiction("logprobs", message)
+        if self.return_tokens_as_token_ids and self.logprobs is None:
+            message = "return_tokens_as_token_ids needs logprobs: it says what their tokens are called"
+            raise contradiction("return_tokens_as_token_ids", message)
         if self.stream_options is not None and not self.stream:
             raise contradiction("stream_options", "stream_options needs stream to be true")
         if (num_choices := len(self.prompt) * (self.n or 1)) > MAX_PROMPTS:

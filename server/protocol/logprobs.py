@@ -2,23 +2,41 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from jaxllm import TokenLogprobs
 
 TokenText = Callable[[int], tuple[str, bytes]]
-"""`AsyncLLM.token_text`."""
+"""`AsyncLLM.token_text`, or what `token_namer` makes of it."""
 
 AppendOne = Callable[[int], tuple[str, int]]
 """`append_one` of an `AsyncLLM.detokenizer`."""
 
+AsTokenIds = Annotated[bool | None, Field(description="Call the tokens of logprobs token_id:7, by their ids.")]
+"""The field `return_tokens_as_token_ids`."""
+
 _LOWEST = -9999.0  # where JSON has no word for minus infinity; as OpenAI's own
 
 
+def token_namer(token_text: TokenText, *, as_token_ids: bool = False) -> TokenText:
+    """What a token is called, and its bytes. The name is its text, or `bytes:\\xe2\\x82` where that is no whole
+    character, as with OpenAI; with `as_token_ids` it is `token_id:7`, as with vLLM."""
+
+    def name(token_id: int) -> tuple[str, bytes]:
+        text, data = token_text(token_id)
+        if as_token_ids:
+            return _id_name(token_id), data
+        if text.encode() == data:
+            return text, data
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data), data
+
+    return name
+
+
 class CompletionLogprobs(BaseModel):
-    """Lists of one entry for each token. A token that is no whole character is written as `bytes:\\xe2\\x82`."""
+    """Lists of one entry for each token; see `token_namer` for what it is called."""
 
     text_offset: list[int]
     """Where the text of the token begins in that of the choice. The tokens of one character all begin at it; one that
@@ -26,8 +44,8 @@ class CompletionLogprobs(BaseModel):
 
     token_logprobs: list[float]
     tokens: list[str]
-    top_logprobs: list[dict[str, float]] | None
-    """The most likely tokens, and the one that was taken."""
+    top_logprobs: list[dict[str, float]]
+    """The one that was taken, and the most likely tokens. One whose name another has already is `token_id:7`."""
 
 
 class TopLogprob(BaseModel):
@@ -48,12 +66,13 @@ class ChatLogprobs(BaseModel):
 class CompletionLogprobsWriter:
     """Makes the lists of one choice, piece by piece.
 
-    num_top: how many alternatives were asked for; 0 leaves them out.
+    name_of: of `token_namer`.
+    num_top: how many alternatives were asked for.
     append_one: of a detokenizer of its own, like that which makes the text of the choice.
     """
 
-    def __init__(self, token_text: TokenText, num_top: int, append_one: AppendOne) -> None:
-        self._token_text = token_text
+    def __init__(self, name_of: TokenText, num_top: int, append_one: AppendOne) -> None:
+        self._name_of = name_of
         self._num_top = num_top
         self._append_one = append_one
         self._text_len = 0
@@ -62,7 +81,7 @@ class CompletionLogprobsWriter:
         """The fields of `CompletionLogprobs` for the next tokens."""
         tokens, offsets = [], []
         for entry in logprobs:
-            tokens.append(self._name(entry.token_id))
+            tokens.append(self._name_of(entry.token_id)[0])
             text, begin = self._append_one(entry.token_id)
             offsets.append(self._text_len + begin)
             self._text_len += len(text)
@@ -70,32 +89,34 @@ class CompletionLogprobsWriter:
             "text_offset": offsets,
             "token_logprobs": [_finite(entry.logprob) for entry in logprobs],
             "tokens": tokens,
-            "top_logprobs": [self._top(entry) for entry in logprobs] if self._num_top else None,
+            "top_logprobs": [self._top(entry) for entry in logprobs],
         }
 
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:
-        ids = [*entry.top[: self._num_top], (entry.token_id, entry.logprob)]
-        return {self._name(token_id): _finite(logprob) for token_id, logprob in ids}
-
-    def _name(self, token_id: int) -> str:
-        text, data = self._token_text(token_id)
-        if text.encode() == data:
-            return text
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+        top = {self._name_of(entry.token_id)[0]: _finite(entry.logprob)}
+        for token_id, logprob in entry.top[: self._num_top]:
+            if token_id != entry.token_id:
+                name = self._name_of(token_id)[0]
+                top[_id_name(token_id) if name in top else name] = _finite(logprob)
+        return top
 
 
-def chat_logprobs(token_text: TokenText, logprobs: Sequence[TokenLogprobs], num_top: int) -> list[dict[str, Any]]:
-    """The fields of a `ChatTokenLogprob` for each token."""
+def chat_logprobs(name_of: TokenText, logprobs: Sequence[TokenLogprobs], num_top: int) -> list[dict[str, Any]]:
+    """The fields of a `ChatTokenLogprob` for each token. `name_of`: of `token_namer`."""
     return [
-        _chat_token(token_text, entry.token_id, entry.logprob)
-        | {"top_logprobs": [_chat_token(token_text, *top) for top in entry.top[:num_top]]}
+        _chat_token(name_of, entry.token_id, entry.logprob)
+        | {"top_logprobs": [_chat_token(name_of, *top) for top in entry.top[:num_top]]}
         for entry in logprobs
     ]
 
 
-def _chat_token(token_text: TokenText, token_id: int, logprob: float) -> dict[str, Any]:
-    text, data = token_text(token_id)
-    return {"token": text, "logprob": _finite(logprob), "bytes": list(data)}
+def _chat_token(name_of: TokenText, token_id: int, logprob: float) -> dict[str, Any]:
+    name, data = name_of(token_id)
+    return {"token": name, "logprob": _finite(logprob), "bytes": list(data)}
+
+
+def _id_name(token_id: int) -> str:
+    return f"token_id:{token_id}"
 
 
 def _finite(logprob: float) -> float:

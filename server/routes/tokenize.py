@@ -48,6 +48,7 @@ class TokenizeResponse(BaseModel):
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None = None
+    """As the vocabulary has them: a byte-level one writes a space as Ġ."""
 
 
 class DetokenizeRequest(RequestModel):
@@ -80,7 +81,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> TokenizeResponse:
         count=len(token_ids),
         max_model_len=server.llm.info.max_model_len,
         tokens=token_ids,
-        token_strs=[server.llm.token_text(token_id)[0] for token_id in token_ids] if body.return_token_strs else None,
+        token_strs=server.llm.tokenizer.convert_ids_to_tokens(token_ids) if body.return_token_strs else None,
     )
 
 

@@ -77,6 +77,7 @@ def test_text_goes_to_tokens_and_back(client):
     text = "Hello, wörld 🌍!"
     answer = client.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
     assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"]) == len(text.encode())
+    assert len(set(answer["token_strs"])) == len(set(answer["tokens"]))
     assert answer["max_model_len"] == 2048
     assert client.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": text}
 

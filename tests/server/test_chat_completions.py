@@ -73,9 +73,13 @@ def test_log_probabilities(stub_server):
     first, second, _ = logprobs["content"]
     top = [{"token": "a", "logprob": -0.5, "bytes": [97]}, {"token": "b", "logprob": -1.5, "bytes": [98]}]
     assert first == {"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": top}
-    assert (second["token"], second["bytes"]) == ("\ufffd", [0xE2])
+    assert (second["token"], second["bytes"]) == (r"bytes:\xe2", [0xE2])
     none = answer(stub_server, say("a"), logprobs=True)["choices"][0]["logprobs"]["content"]
     assert [entry["top_logprobs"] for entry in none] == [[], []]
+    options = {"logprobs": True, "top_logprobs": 1, "return_tokens_as_token_ids": True, "max_tokens": 1}
+    (entry,) = answer(stub_server, say("a"), **options)["choices"][0]["logprobs"]["content"]
+    token = {"token": f"token_id:{ord('a') - 30}", "logprob": -0.5, "bytes": [97]}
+    assert entry == token | {"top_logprobs": [token]}
 
 
 def test_log_probabilities_in_a_stream_are_those_of_the_whole(stub_server):

@@ -5,6 +5,9 @@ import json
 import httpx
 import pytest
 
+from jaxllm import TokenLogprobs
+from jaxllm.server.protocol.logprobs import CompletionLogprobsWriter, token_namer
+
 PATH = "/v1/completions"
 JSON = {"content-type": "application/json"}
 
@@ -99,7 +102,21 @@ def test_log_probabilities_in_the_old_shape(stub_server):
     two = answer(stub_server, prompt="a", max_tokens=1, logprobs=2)["choices"][0]["logprobs"]
     assert two["top_logprobs"] == [{"a": -0.5, "b": -1.5}]
     none = answer(stub_server, prompt="a", max_tokens=1, logprobs=0)["choices"][0]["logprobs"]
-    assert (none["tokens"], none["top_logprobs"]) == (["a"], None)
+    assert (none["tokens"], none["top_logprobs"]) == (["a"], [{"a": -0.5}])
+    options = {"max_tokens": 1, "logprobs": 1, "return_tokens_as_token_ids": True}
+    as_ids = answer(stub_server, prompt="a", **options)["choices"][0]["logprobs"]
+    name = f"token_id:{ord('a') - 30}"
+    assert (as_ids["tokens"], as_ids["top_logprobs"]) == ([name], [{name: -0.5}])
+
+
+def test_no_token_is_lost_among_the_most_likely_when_two_have_one_text():
+    texts = {7: "a", 8: "a", 9: "a", 10: "\ufffd", 11: "\ufffd"}
+    data = {token_id: text.encode() for token_id, text in texts.items()} | {10: b"\xe2", 11: b"\x82"}
+    name_of = token_namer(lambda token_id: (texts[token_id], data[token_id]))
+    top = [(token_id, -float(token_id)) for token_id in texts]
+    writer = CompletionLogprobsWriter(name_of, 5, lambda token_id: (texts[token_id], 0))
+    (shown,) = writer.write([TokenLogprobs(8, -8.0, top)])["top_logprobs"]
+    assert shown == {"a": -8.0, "token_id:7": -7.0, "token_id:9": -9.0, r"bytes:\xe2": -10.0, r"bytes:\x82": -11.0}
 
 
 @pytest.mark.parametrize("options", [{}, {"skip_special_tokens": False}, {"n": 2}, {"stream": True, "n": 2}])

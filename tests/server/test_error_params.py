@@ -46,6 +46,8 @@ TABLE: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/chat/completions", {"chat_template_kwargs": {"effort": 1}}, "chat_template_kwargs.effort"),
     ("/v1/chat/completions", {"chat_template": "{{ messages }}"}, "chat_template"),
     ("/v1/chat/completions", {"top_logprobs": 1}, "top_logprobs"),
+    ("/v1/chat/completions", {"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
+    ("/v1/completions", {"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
     ("/v1/chat/completions", {"stream_options": {}}, "stream_options"),
     ("/v1/chat/completions", {"tool_choice": "auto"}, "tool_choice"),
     ("/v1/chat/completions", {"tool_choice": "auto", "tools": []}, "tool_choice"),

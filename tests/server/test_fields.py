@@ -98,6 +98,7 @@ CHAT = samples(
                          {"tools": CHAT_TOOL, "messages": [SAID | {"content": CALL_TEXT * 2}], "max_tokens": 200,
                           "parallel_tool_calls": False}),
     chat_template_kwargs={"enable_thinking": True},
+    return_tokens_as_token_ids=({"logprobs": True}, {"logprobs": True, "return_tokens_as_token_ids": True}),
 )  # fmt: skip
 
 MESSAGES_TOOL = [{"name": "f", "description": "d", "input_schema": {"type": "object"}}]
@@ -159,6 +160,7 @@ INPUT: Body = {
 EFFECTS: dict[type[RequestModel], dict[str, tuple[Body, Body]]] = {
     CompletionRequest: samples(
         CompletionRequest, **SAMPLING, **VLLM, n=2, prompt="abc", max_tokens=2, logprobs=1, echo=True, best_of=2,
+        return_tokens_as_token_ids=({"logprobs": 0}, {"logprobs": 0, "return_tokens_as_token_ids": True}),
         **{"StreamOptions.include_usage": (STREAMED, STREAMED | {"stream_options": {"include_usage": True}})},
     ),
     ChatRequest: CHAT | samples(ChatRequest, **{
