@@ -14,7 +14,7 @@ from jaxllm.server.deltas import deltas
 from jaxllm.server.parsers import ContentPart, ReasoningPart, ReplyPart, ToolCallArguments, ToolCallStart
 from jaxllm.server.protocol.chat import ChatCompletion, ChatRequest
 from jaxllm.server.protocol.logprobs import chat_logprobs, token_namer
-from jaxllm.server.protocol.usage import Usage
+from jaxllm.server.protocol.usage import Usage, usage_so_far
 from jaxllm.server.reply import Reply, start_replies
 from jaxllm.server.streaming import DONE, ChunkWriter, encode_json, error_events
 
@@ -35,11 +35,17 @@ class ChatAnswer:
         self._name_of = token_namer(server.llm.token_text, as_token_ids=bool(body.return_tokens_as_token_ids))
         self._body = body
         self._replies = replies
+        self._prompt_token_ids = replies[0].prompt_token_ids
+        self._hides_reasoning = body.include_reasoning is False
         self._thinks = server.parsers[1] is not None
         self._logprobs: list[list[TokenLogprobs]] = [[] for _ in replies]  # that were not shown yet
+        self._token_ids: list[list[int]] = [[] for _ in replies]  # the same
+        self._num_tokens = [0] * len(replies)
         self._created = int(time.time())
         self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
         self._writer = ChunkWriter(self._fields("chat.completion.chunk"), include_usage=self._include_usage)
+        self._counts = bool(body.stream_options and body.stream_options.continuous_usage_stats)
+        self._is_plain = [reply.is_plain and not self._counts and not body.return_token_ids for reply in replies]
         self._has_begun = [False] * len(replies)
         self._plain_heads = [b'{"index":%d,"delta":{"content":' % index for index in range(len(replies))]
 
@@ -66,8 +72,7 @@ class ChatAnswer:
         """Waits for all choices. Raises what `Generation.take` does."""
         parts: list[list[ReplyPart]] = [[] for _ in self._replies]
         async for delta in deltas(self.generation):
-            parts[delta.index] += self._replies[delta.index].read(delta)
-            self._logprobs[delta.index] += delta.logprobs or ()
+            parts[delta.index] += self._read(delta)
         choices = [
             {
                 "index": index,
@@ -76,9 +81,11 @@ class ChatAnswer:
                 "finish_reason": _finish_reason(reply),
                 "stop_reason": reply.stop_reason,
             }
+            | ({"token_ids": self._token_ids[index]} if self._body.return_token_ids else {})
             for index, reply in enumerate(self._replies)
         ]
-        fields = self._fields("chat.completion") | {"choices": choices, "usage": await self._usage()}
+        prompt = {"prompt_token_ids": self._prompt_token_ids} if self._body.return_token_ids else {}
+        fields = self._fields("chat.completion") | {"choices": choices, "usage": await self._usage()} | prompt
         return ChatCompletion.model_validate(fields)
 
     def begin(self) -> bytes:
@@ -88,8 +95,8 @@ class ChatAnswer:
         index = delta.index
         if not self._has_begun[index]:
             self._has_begun[index] = True
-            return self._writer.chunk(_choice(index, {"role": "assistant", "content": ""})) + self._chunks(delta)
-        if self._replies[index].is_plain and delta.logprobs is None and delta.finish_reason is None:
+            return self._first_chunk(index) + self._chunks(delta)
+        if self._is_plain[index] and delta.logprobs is None and delta.finish_reason is None:
             if not delta.text:
                 return b""
             return self._writer.chunk(self._plain_heads[index] + encode_json(delta.text) + _PLAIN_CHUNK_TAIL)
@@ -103,20 +110,42 @@ class ChatAnswer:
     def _chunks(self, delta: OutputDelta) -> bytes:
         """Of one delta in general: a chunk for each part, and one for the finish reason."""
         index, reply = delta.index, self._replies[delta.index]
-        parts = reply.read(delta)
+        parts = self._read(delta)
         finish_reason = _finish_reason(reply)
-        self._logprobs[index] += delta.logprobs or ()
-        logprobs = None
-        # Log-probabilities are of tokens, which know nothing of parts: they go with the first.
-        if self._logprobs[index] and (parts or finish_reason is not None):
-            logprobs = self._shown_logprobs(index)
-            parts = parts or [ContentPart("")]
+        of_tokens: dict[str, Any] = {}
+        # What is told of tokens, which know nothing of parts, goes with the first.
+        if parts or finish_reason is not None:
+            if self._logprobs[index]:
+                of_tokens["logprobs"] = self._shown_logprobs(index)
+            if self._token_ids[index]:
+                of_tokens["token_ids"], self._token_ids[index] = self._token_ids[index], []
+            if of_tokens:
+                parts = parts or [ContentPart("")]
         choices = [
-            _choice(index, _delta_of(part), logprobs=None if number else logprobs) for number, part in enumerate(parts)
+            _choice(index, _delta_of(part), **({} if number else of_tokens)) for number, part in enumerate(parts)
         ]
         if finish_reason is not None:
             choices.append(_choice(index, {}, finish_reason=finish_reason, stop_reason=reply.stop_reason))
-        return b"".join(map(self._writer.chunk, choices))
+        if not self._counts:
+            return b"".join(map(self._writer.chunk, choices))
+        usage = self._usage_so_far(index)
+        return b"".join(self._writer.chunk_with(choice, usage) for choice in choices)
+
+    def _first_chunk(self, index: int) -> bytes:
+        prompt = {"prompt_token_ids": self._prompt_token_ids} if self._body.return_token_ids else {}
+        usage = self._usage_so_far(index) if self._counts else {}
+        return self._writer.chunk_with(_choice(index, {"role": "assistant", "content": ""}), prompt | usage)
+
+    def _read(self, delta: OutputDelta) -> list[ReplyPart]:
+        """The new parts that are to be shown. What is told of the tokens is kept until then."""
+        index = delta.index
+        parts = self._replies[index].read(delta)
+        self._logprobs[index] += delta.logprobs or ()
+        if self._counts:
+            self._num_tokens[index] += len(delta.token_ids)
+        if self._body.return_token_ids:
+            self._token_ids[index] += delta.token_ids
+        return [part for part in parts if not isinstance(part, ReasoningPart)] if self._hides_reasoning else parts
 
     def _fields(self, kind: str) -> dict[str, Any]:
         return {"id": self.generation.request_id, "object": kind, "created": self._created, "model": self._body.model}
@@ -125,6 +154,9 @@ class ChatAnswer:
         shown, self._logprobs[index] = self._logprobs[index], []
         content = chat_logprobs(self._name_of, shown, self._body.top_logprobs or 0)
         return {"content": content, "refusal": None}
+
+    def _usage_so_far(self, index: int) -> dict[str, Any]:
+        return {"usage": usage_so_far(self.generation.num_prompt_tokens, self._num_tokens[index])}
 
     async def _usage(self) -> Usage:
         num_reasoning = sum([await reply.num_reasoning_tokens() for reply in self._replies]) if self._thinks else None
@@ -179,8 +211,11 @@ def _choice(
     delta: dict[str, Any],
     *,
     logprobs: dict[str, Any] | None = None,
+    token_ids: list[int] | None = None,
     finish_reason: str | None = None,
     stop_reason: int | str | None = None,
 ) -> bytes:
     choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+    if token_ids is not None:
+        choice["token_ids"] = token_ids
     return encode_json(choice if finish_reason is None else choice | {"stop_reason": stop_reason})

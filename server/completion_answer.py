@@ -13,7 +13,7 @@ from jaxllm.server.generation import Generation
 from jaxllm.server.generation_group import GenerationGroup
 from jaxllm.server.protocol.completions import DEFAULT_MAX_TOKENS, Completion, CompletionRequest, Prompt
 from jaxllm.server.protocol.logprobs import CompletionLogprobsWriter, token_namer
-from jaxllm.server.protocol.usage import Usage
+from jaxllm.server.protocol.usage import Usage, usage_so_far
 from jaxllm.server.streaming import DONE, ChunkWriter, encode_json, error_events
 
 if TYPE_CHECKING:
@@ -52,6 +52,9 @@ class CompletionAnswer:
         num_choices = self.source.num_choices // len(generations)
         self._prompts = [prompt for prompt in prompts for _ in range(num_choices)]
         self._echoes = [echo for echo in echoed for _ in range(num_choices)]
+        self._counts = bool(body.stream_options and body.stream_options.continuous_usage_stats)
+        self._tells_of_tokens = self._counts or bool(body.return_token_ids)
+        self._num_tokens = [0] * self.source.num_choices
         wants_logprobs = body.logprobs is not None
         self._logprobs_writers = [self._logprobs_writer(prompt) for prompt in self._prompts] if wants_logprobs else []
 
@@ -95,6 +98,7 @@ class CompletionAnswer:
                 "finish_reason": choice.finish_reason,
                 "stop_reason": choice.stop_reason,
             }
+            | self._ids_of(choice.index, choice.token_ids)
             for choice in await gather(self.source)
         ]
         return Completion.model_validate(self._fields() | {"choices": choices, "usage": Usage.of(self._generations)})
@@ -105,8 +109,8 @@ class CompletionAnswer:
     def add(self, delta: OutputDelta) -> bytes:
         index = delta.index
         text, self._echoes[index] = self._echoes[index] + delta.text, ""
-        if delta.logprobs is not None or delta.finish_reason is not None:
-            return self._writer.chunk(_choice(index, text, delta, self._logprobs_of(index, delta.logprobs)))
+        if self._tells_of_tokens or delta.logprobs is not None or delta.finish_reason is not None:
+            return self._chunk(index, text, delta)
         if not text:
             return b""
         return self._writer.chunk(self._heads[index] + encode_json(text) + _PLAIN_CHUNK_TAIL)
@@ -115,6 +119,24 @@ class CompletionAnswer:
         return (self._writer.usage(Usage.of(self._generations)) if self._include_usage else b"") + DONE
 
     fail = staticmethod(error_events)
+
+    def _chunk(self, index: int, text: str, delta: OutputDelta) -> bytes:
+        """Of one delta in general."""
+        choice = _choice(index, text, delta, self._logprobs_of(index, delta.logprobs))
+        if not self._tells_of_tokens:
+            return self._writer.chunk(encode_json(choice))
+        choice |= self._ids_of(index, delta.token_ids)
+        self._num_tokens[index] += len(delta.token_ids)
+        usage = usage_so_far(len(self._prompts[index]), self._num_tokens[index])
+        return self._writer.chunk_with(encode_json(choice), {"usage": usage} if self._counts else {})
+
+    def _ids_of(self, index: int, token_ids: list[int]) -> dict[str, list[int]]:
+        """The fields with the ids of these tokens, which are the next, where they are asked for. The first bring those
+        of the prompt."""
+        if not self._body.return_token_ids:
+            return {}
+        prompt = {} if self._num_tokens[index] else {"prompt_token_ids": self._prompts[index]}
+        return prompt | {"token_ids": token_ids}
 
     def _fields(self) -> dict[str, Any]:
         return {"id": self._id, "object": "text_completion", "created": self._created, "model": self._body.model}
@@ -130,14 +152,14 @@ class CompletionAnswer:
         return None if logprobs is None else self._logprobs_writers[index].write(logprobs)
 
 
-def _choice(index: int, text: str, delta: OutputDelta, logprobs: dict[str, Any] | None) -> bytes:
+def _choice(index: int, text: str, delta: OutputDelta, logprobs: dict[str, Any] | None) -> dict[str, Any]:
     choice = {
         "index": index,
         "text": text,
         "logprobs": logprobs,
         "finish_reason": delta.finish_reason,
     }
-    return encode_json(choice if delta.finish_reason is None else choice | {"stop_reason": delta.stop_reason})
+    return choice if delta.finish_reason is None else choice | {"stop_reason": delta.stop_reason}
 
 
 async def _token_ids(server: "Server", prompt: Prompt) -> list[int]:

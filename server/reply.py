@@ -29,15 +29,19 @@ class Reply:
     """One choice of a generation, as far as it has been read.
 
     generation: what the engine does for it, and for the other choices.
+    prompt_token_ids: of the conversation.
     finish_reason: "stop" or "length", when it has ended.
     stop_reason: as in OutputDelta.
     has_calls: whether it has called a tool.
     is_plain: whether its parts are its text, of which nothing is held back.
     """
 
-    def __init__(self, server: "Server", generation: Generation, parser: ReplyParser | None) -> None:
+    def __init__(
+        self, server: "Server", generation: Generation, parser: ReplyParser | None, prompt_token_ids: list[int]
+    ) -> None:
         """`parser`: None where there is nothing to be found."""
         self.generation = generation
+        self.prompt_token_ids = prompt_token_ids
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.has_calls = False
@@ -131,7 +135,7 @@ async def start_replies(
             parallel_tool_calls=parallel_tool_calls,
         )
 
-    return [Reply(server, generation, parser()) for _ in range(params.n)]
+    return [Reply(server, generation, parser(), token_ids) for _ in range(params.n)]
 
 
 def check_tools(server: "Server", tools: Sequence[Any]) -> None:

@@ -32,10 +32,18 @@ class ChunkWriter:
         """`fields` of every chunk: id, object, created, model."""
         self._head = b"data: " + encode_json(dict(fields))[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+        self._own_fields: dict[str, Any] = {"usage": None} if include_usage else {}
 
     def chunk(self, choice: bytes) -> bytes:
         """An event with one choice, which is a JSON object."""
         return self._head + choice + self._tail
+
+    def chunk_with(self, choice: bytes, fields: Mapping[str, Any]) -> bytes:
+        """The same, with fields that this chunk alone has beside its choice."""
+        own_fields = {**self._own_fields, **fields}
+        if not own_fields:
+            return self.chunk(choice)
+        return self._head + choice + b"]," + encode_json(own_fields)[1:] + b"\n\n"
 
     def usage(self, usage: BaseModel) -> bytes:
         """The last event, with the numbers of tokens and no choice."""

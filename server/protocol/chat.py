@@ -9,12 +9,13 @@ from jaxllm.server.protocol.function_tool import Strict, function_for_template
 from jaxllm.server.protocol.logprobs import AsTokenIds, ChatLogprobs
 from jaxllm.server.protocol.sampling import (
     MAX_TOP_LOGPROBS,
+    ChunkOptions,
     Items,
     Metadata,
     Only,
     RequestModel,
+    ReturnTokenIds,
     SamplingFields,
-    StreamOptions,
     Text,
     contradiction,
 )
@@ -101,13 +102,17 @@ class ChatRequest(SamplingFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
     return_tokens_as_token_ids: AsTokenIds = None
-    stream_options: StreamOptions | None = None
+    stream_options: ChunkOptions | None = None
+    return_token_ids: ReturnTokenIds = None
     tools: Items[Tool] | None = None
     tool_choice: Annotated[
         Any, Only("none", "auto", hint="a call cannot be forced yet"), Field(description="auto needs tools.")
     ] = None
     parallel_tool_calls: Annotated[
         bool | None, Field(description="Needs tools. false: the answer ends with its first call.")
+    ] = None
+    include_reasoning: Annotated[
+        bool | None, Field(description="false leaves out the reasoning that is told from the answer.")
     ] = None
     reasoning_effort: Annotated[
         Text | None, Field(description="A variable of the chat template; refused if it has none of this name.")
@@ -143,6 +148,11 @@ class ChatRequest(SamplingFields):
         if self.return_tokens_as_token_ids and not self.logprobs:
             message = "return_tokens_as_token_ids needs logprobs to be true: it says what their tokens are called"
             raise contradiction("return_tokens_as_token_ids", message)
+        if self.include_reasoning is False:
+            for name in ("logprobs", "return_token_ids"):
+                if getattr(self, name):
+                    message = f"{name} would show the tokens of the reasoning, which include_reasoning leaves out"
+                    raise contradiction("include_reasoning", message)
         if self.stream_options is not None and not self.stream:
             raise contradiction("stream_options", "stream_options needs stream to be true")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
@@ -214,6 +224,7 @@ class ChatChoice(BaseModel):
     finish_reason: Literal["stop", "length", "tool_calls"]
     stop_reason: int | str | None
     """The stop token or stop text that ended it."""
+    token_ids: list[int] | None = None
 
 
 class ChatCompletion(BaseModel):
@@ -225,3 +236,4 @@ class ChatCompletion(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: list[int] | None = None

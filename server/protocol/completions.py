@@ -9,9 +9,10 @@ from jaxllm import SamplingParams
 from jaxllm.server.protocol.logprobs import AsTokenIds, CompletionLogprobs
 from jaxllm.server.protocol.sampling import (
     MAX_TOP_LOGPROBS,
+    ChunkOptions,
     Only,
+    ReturnTokenIds,
     SamplingFields,
-    StreamOptions,
     check_unicode,
     contradiction,
 )
@@ -76,7 +77,8 @@ class CompletionRequest(SamplingFields):
     ] = None
     return_tokens_as_token_ids: AsTokenIds = None
     echo: Annotated[bool | None, Field(description="Put the prompt before the text; not with logprobs.")] = None
-    stream_options: StreamOptions | None = None
+    stream_options: ChunkOptions | None = None
+    return_token_ids: ReturnTokenIds = None
 
     best_of: Annotated[int | None, Field(ge=1, description="Only the value of n: all choices are returned.")] = None
     suffix: Annotated[Any, Only(hint="the model does not fill in")] = None
@@ -114,6 +116,8 @@ class CompletionChoice(BaseModel):
     finish_reason: Literal["stop", "length"]
     stop_reason: int | str | None
     """The stop token or stop text that ended it."""
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
 
 
 class Completion(BaseModel):

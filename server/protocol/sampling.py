@@ -175,8 +175,26 @@ _SAME_NAMES = (
 )
 
 
+ReturnTokenIds = Annotated[bool | None, Field(description="Show the token ids of the prompt and of the answer.")]
+
+
 class StreamOptions(RequestModel):
     """What a stream shows beside the answer."""
 
     include_usage: Annotated[bool | None, Field(description="A last chunk with the numbers of tokens.")] = None
     include_obfuscation: Annotated[Any, Only(False, hint="chunks are not padded")] = None
+
+
+class ChunkOptions(StreamOptions):
+    """The same for a stream of chunks, with what vLLM has beside OpenAI."""
+
+    continuous_usage_stats: Annotated[
+        bool | None, Field(description="Each chunk has the tokens of its choice so far. Needs include_usage.")
+    ] = None
+
+    @model_validator(mode="after")
+    def _check_usage(self) -> "ChunkOptions":
+        if self.continuous_usage_stats and not self.include_usage:
+            message = "continuous_usage_stats needs include_usage to be true; without it no chunk has usage"
+            raise contradiction("continuous_usage_stats", message)
+        return self

@@ -18,6 +18,12 @@ class CompletionTokensDetails(BaseModel):
     reasoning_tokens: int
 
 
+def usage_so_far(num_prompt_tokens: int, num_output_tokens: int) -> dict[str, int]:
+    """Of one choice, in the middle of its stream."""
+    total = num_prompt_tokens + num_output_tokens
+    return {"prompt_tokens": num_prompt_tokens, "completion_tokens": num_output_tokens, "total_tokens": total}
+
+
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int

@@ -5,6 +5,7 @@ import json
 import httpx
 import pytest
 
+CONTINUOUS = {"include_usage": True, "continuous_usage_stats": True}
 PATH = "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
 TOOL = {"type": "function", "function": {"name": "f", "description": "…", "parameters": {"type": "object"}}}
@@ -36,10 +37,13 @@ def error(server, *args, **body) -> dict:
 
 def streamed(server, messages, **body) -> list[dict]:
     """The choices of all chunks."""
+    return [choice for event in streamed_events(server, messages, **body) for choice in event["choices"]]
+
+
+def streamed_events(server, messages, **body) -> list[dict]:
     response = post(server, messages, stream=True, **body)
     assert response.status_code == 200, response.text
-    payloads = [event.removeprefix("data: ") for event in response.text.split("\n\n")[:-2]]
-    return [choice for payload in payloads for choice in json.loads(payload)["choices"]]
+    return [json.loads(event.removeprefix("data: ")) for event in response.text.split("\n\n")[:-2]]
 
 
 def test_the_whole_answer(stub_server):
@@ -177,6 +181,43 @@ def test_reasoning_is_told_from_the_answer(start_stub):
     assert back["choices"][0]["message"]["content"] == "done"
     opened = answer(server, say("Hm.</think>Yes"), chat_template_kwargs={"enable_thinking": True})
     assert opened["choices"][0]["message"]["reasoning_content"] == "Hm."
+
+
+def test_reasoning_that_is_not_wanted_is_left_out_and_counted(start_stub):
+    server = start_stub(reasoning_parser="think")
+    messages = say("<think>Hm.</think>Yes")
+    whole = answer(server, messages, include_reasoning=False)
+    assert whole["choices"][0]["message"] == {"role": "assistant", "content": "Yes", "refusal": None}
+    assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}
+    deltas = [chunk["delta"] for chunk in streamed(server, messages, include_reasoning=False)]
+    assert "".join(delta.get("content", "") for delta in deltas) == "Yes"
+    assert not any("reasoning" in delta for delta in deltas)
+
+
+@pytest.mark.parametrize("text", ["a€b", f"a{CALL}"])
+def test_the_tokens_of_an_answer_are_shown_to_who_asks_for_them(stub_server, text):
+    options = {"tools": [TOOL], "n": 2, "return_token_ids": True}
+    whole = answer(stub_server, say(text), **options)
+    prompt = httpx.post(f"{stub_server.url}/tokenize", json={"messages": say(text), "tools": [TOOL]}).json()["tokens"]
+    assert whole["prompt_token_ids"] == prompt
+    token_ids = whole["choices"][0]["token_ids"]
+    assert 2 * len(token_ids) == whole["usage"]["completion_tokens"]
+    assert text in stub_server.llm.tokenizer.decode(token_ids)
+    events = streamed_events(stub_server, say(text), stream_options=CONTINUOUS, **options)
+    *chunks, last = events
+    assert last["usage"] == whole["usage"] | {"prompt_tokens_details": last["usage"]["prompt_tokens_details"]}
+    for index in range(2):
+        own = [chunk for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert [chunk.get("prompt_token_ids") for chunk in own] == [prompt] + [None] * (len(own) - 1)
+        shown = [token_id for chunk in own for token_id in chunk["choices"][0].get("token_ids", ())]
+        assert shown == token_ids
+        counts = [chunk["usage"]["completion_tokens"] for chunk in own]
+        assert counts == sorted(counts)
+        assert (counts[0], counts[-1]) == (0, len(token_ids))
+        for chunk in own:
+            usage = chunk["usage"]
+            assert usage["prompt_tokens"] == len(prompt)
+            assert usage["total_tokens"] == len(prompt) + usage["completion_tokens"]
 
 
 def test_tokens_of_reasoning_are_counted_where_it_is_told_from_the_answer(start_stub, stub_server):

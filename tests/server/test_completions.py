@@ -227,6 +227,29 @@ def test_values_that_ask_for_nothing_are_taken(stub_server):
     assert texts(stub_server, prompt="a", max_tokens=2, **neutral) == ["aa"]
 
 
+def test_the_tokens_of_completions_are_shown_to_who_asks_for_them(stub_server):
+    prompts = ["ab", "a€c"]
+    body = {"prompt": prompts, "n": 2, "max_tokens": 5, "return_token_ids": True}
+    whole = answer(stub_server, **body)["choices"]
+    ids = [httpx.post(f"{stub_server.url}/tokenize", json={"prompt": prompt}).json()["tokens"] for prompt in prompts]
+    assert [choice["prompt_token_ids"] for choice in whole] == [ids[0], ids[0], ids[1], ids[1]]
+    assert [stub_server.llm.tokenizer.decode(choice["token_ids"]) for choice in whole] == [c["text"] for c in whole]
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    response = post(stub_server, **body, stream=True, stream_options=options)
+    *chunks, last = [json.loads(event.removeprefix("data: ")) for event in response.text.split("\n\n")[:-2]]
+    assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 20)
+    for choice in whole:
+        own = [chunk for chunk in chunks if chunk["choices"][0]["index"] == choice["index"]]
+        shown = [chunk["choices"][0] for chunk in own]
+        prompt_ids = choice["prompt_token_ids"]
+        assert [piece.get("prompt_token_ids") for piece in shown] == [prompt_ids] + [None] * (len(own) - 1)
+        assert [token_id for piece in shown for token_id in piece["token_ids"]] == choice["token_ids"]
+        counts = [chunk["usage"]["completion_tokens"] for chunk in own]
+        assert counts == sorted(counts)
+        assert counts[-1] == 5
+        assert {chunk["usage"]["prompt_tokens"] for chunk in own} == {len(prompt_ids)}
+
+
 def test_a_model_that_is_not_served_is_not_found(stub_server):
     response = post(stub_server, model="gpt-5", prompt="a")
     assert response.status_code == 404

@@ -46,6 +46,13 @@ TABLE: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/chat/completions", {"chat_template_kwargs": {"effort": 1}}, "chat_template_kwargs.effort"),
     ("/v1/chat/completions", {"chat_template": "{{ messages }}"}, "chat_template"),
     ("/v1/chat/completions", {"top_logprobs": 1}, "top_logprobs"),
+    (
+        "/v1/chat/completions",
+        {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+        "stream_options.continuous_usage_stats",
+    ),
+    ("/v1/chat/completions", {"include_reasoning": False, "logprobs": True}, "include_reasoning"),
+    ("/v1/chat/completions", {"include_reasoning": False, "return_token_ids": True}, "include_reasoning"),
     ("/v1/chat/completions", {"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
     ("/v1/completions", {"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
     ("/v1/chat/completions", {"stream_options": {}}, "stream_options"),
