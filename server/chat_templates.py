@@ -48,6 +48,8 @@ class ChatTemplates:
         template: str | None = None,
         kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        add_special_tokens: bool = False,
     ) -> tuple[str, list[int]]:
         """The prompt and its token ids. A control token of the model that somebody has written into a message, a tool
         or a variable is text: nobody ends their turn with it, or speaks as somebody else.
@@ -58,6 +60,8 @@ class ChatTemplates:
           template: a request's own.
           kwargs: further variables of the template, as {"enable_thinking": False}.
           add_generation_prompt: ends with the beginning of the answer.
+          continue_final_message: ends in the middle of the last message; not with `add_generation_prompt`.
+          add_special_tokens: the tokenizer's own are added to those of the template.
 
         Raises InvalidRequestError: there is no template, a request's own is not allowed, it has no use for
         `tools` or one of the `kwargs`, or it does not accept the conversation.
@@ -65,11 +69,19 @@ class ChatTemplates:
 
         def render(messages: Any, tools: Any, kwargs: Any) -> str:
             return self.render_text(
-                messages, tools=tools, template=template, kwargs=kwargs, add_generation_prompt=add_generation_prompt
+                messages,
+                tools=tools,
+                template=template,
+                kwargs=kwargs,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
             )
 
         parts = self._control_tokens.parts(render, messages, tools, kwargs)
-        return "".join(parts), await self._encoder.encode_parts(parts, name="the conversation")
+        token_ids = await self._encoder.encode_parts(
+            parts, name="the conversation", add_special_tokens=add_special_tokens
+        )
+        return "".join(parts), token_ids
 
     def render_text(
         self,
@@ -79,8 +91,15 @@ class ChatTemplates:
         template: str | None = None,
         kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> str:
         """The prompt; see `render`."""
+        if continue_final_message and not (messages and messages[-1].get("content")):
+            message = "continue_final_message needs a last message with content, which the answer goes on with"
+            raise InvalidRequestError(message, param="continue_final_message")
+        if continue_final_message and messages[-1].get("tool_calls"):
+            message = "the last message ends with tool_calls, which are complete; leave continue_final_message out"
+            raise InvalidRequestError(message, param="continue_final_message")
         template = self._choose(template, tools)
         try:
             variables = _variables(template)
@@ -102,6 +121,7 @@ class ChatTemplates:
                 chat_template=template,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
                 **(kwargs or {}),
             )
         except Exception as error:  # Templates raise on what they do not accept, each in its own way.

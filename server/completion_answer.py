@@ -67,7 +67,8 @@ class CompletionAnswer:
         echoed: list[str] = []
         try:
             for prompt in body.prompt:
-                token_ids, text = await _token_ids(server, prompt), prompt if isinstance(prompt, str) else None
+                text = prompt if isinstance(prompt, str) else None
+                token_ids = await _token_ids(server, prompt, add_special_tokens=body.add_special_tokens is not False)
                 generations.append(
                     await Generation.start(
                         server,
@@ -162,8 +163,10 @@ def _choice(index: int, text: str, delta: OutputDelta, logprobs: dict[str, Any] 
     return choice if delta.finish_reason is None else choice | {"stop_reason": delta.stop_reason}
 
 
-async def _token_ids(server: "Server", prompt: Prompt) -> list[int]:
-    return await server.encoder.encode(prompt) if isinstance(prompt, str) else prompt
+async def _token_ids(server: "Server", prompt: Prompt, *, add_special_tokens: bool) -> list[int]:
+    if not isinstance(prompt, str):
+        return prompt
+    return await server.encoder.encode(prompt, add_special_tokens=add_special_tokens)
 
 
 def _text_of(server: "Server", text: str | None, token_ids: list[int]) -> str:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from jaxllm import ControlTokens, InvalidRequestError
@@ -39,13 +40,24 @@ class PromptEncoder:
         """
         return await self._run(text, name, lambda: self._encode(text, add_special_tokens))
 
-    async def encode_parts(self, parts: Sequence[str], *, name: str) -> list[int]:
+    async def encode_parts(self, parts: Sequence[str], *, name: str, add_special_tokens: bool = False) -> list[int]:
         """The token ids of what `control_tokens.parts` gave. Raises what `encode` does."""
-        return await self._run("".join(parts), name, lambda: self.control_tokens.encode(parts))
+        token_ids = await self._run("".join(parts), name, lambda: self.control_tokens.encode(parts))
+        if not add_special_tokens:
+            return token_ids
+        before, after = self._special_tokens
+        return [*before, *token_ids, *after]
 
     def close(self) -> None:
         """Ends the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+    @cached_property
+    def _special_tokens(self) -> tuple[list[int], list[int]]:
+        """Those that the tokenizer adds before and after a text."""
+        plain, full = self._encode("a", False), self._encode("a", True)
+        begin = next(i for i in range(len(full)) if full[i : i + len(plain)] == plain)
+        return full[:begin], full[begin + len(plain) :]
 
     async def _run(self, text: str, name: str, encode: Callable[[], list[int]]) -> list[int]:
         if len(text) > self._max_characters:

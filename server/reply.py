@@ -90,6 +90,9 @@ async def start_replies(
     tools: Sequence[Mapping[str, Any]] = (),
     template: str | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    add_special_tokens: bool = False,
     parallel_tool_calls: bool = True,
     cache_salt: str = "",
     request_id: str | None = None,
@@ -99,14 +102,21 @@ async def start_replies(
     generation.
 
     Args:
-      messages, tools, template, template_kwargs: as `ChatTemplates.render` takes them.
+      messages, tools, template, template_kwargs, add_generation_prompt, continue_final_message, add_special_tokens: as
+        `ChatTemplates.render` takes them.
       parallel_tool_calls: if False, a reply ends with its first call.
 
     Raises what `ChatTemplates.render` and `Generation.start` do, and ApiError 400 for tools whose calls nobody would
     find.
     """
     prompt, token_ids = await server.templates.render(
-        messages, tools=tools or None, template=template, kwargs=template_kwargs or {}
+        messages,
+        tools=tools or None,
+        template=template,
+        kwargs=template_kwargs or {},
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        add_special_tokens=add_special_tokens,
     )
     check_tools(server, tools)
     tool_call_parser, reasoning_parser = server.parsers
@@ -132,6 +142,7 @@ async def start_replies(
             reasoning_parser,
             tools_allowed=bool(tools),
             prompt=prompt,
+            said=messages[-1]["content"] if continue_final_message else "",
             parallel_tool_calls=parallel_tool_calls,
         )
 

@@ -62,6 +62,7 @@ def make_reply_parser(
     *,
     tools_allowed: bool,
     prompt: str = "",
+    said: str = "",
     parallel_tool_calls: bool = True,
 ) -> ReplyParser:
     """A parser for one reply.
@@ -69,9 +70,10 @@ def make_reply_parser(
     tool_call_parser, reasoning_parser: names as `resolve_parsers` returns them; None leaves such text in the content.
     tools_allowed: False if the request offers no tools, or tool_choice is "none": calls are then content.
     prompt: the rendered prompt, whose end tells whether the reply begins inside the reasoning.
+    said: the beginning of the reply, where the prompt ends with it.
     parallel_tool_calls: if False, the reply is complete with its first call; see `ReplyParser.is_complete`.
     """
-    reasoning = partial(think.read, is_open=think.is_open_after(prompt)) if reasoning_parser else None
+    reasoning = partial(think.read, is_open=think.is_open_after(prompt, said)) if reasoning_parser else None
     format_ = TOOL_CALL_PARSERS[tool_call_parser] if tool_call_parser and tools_allowed else None
     tool_calls = format_.read_parts if format_ else None
     return ReplyParser(reasoning, tool_calls, parallel_tool_calls=parallel_tool_calls)

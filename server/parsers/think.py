@@ -6,9 +6,10 @@ from jaxllm.server.parsers.text_feed import Reading, TextFeed
 OPENING, CLOSING = "<think>", "</think>"
 
 
-def is_open_after(prompt: str) -> bool:
-    """Whether the chat template has begun the reasoning, so that the reply goes on with it."""
-    return prompt.rstrip().endswith(OPENING)
+def is_open_after(prompt: str, said: str = "") -> bool:
+    """Whether the chat template, or what was `said` of the reply, has begun the reasoning, with which the rest goes
+    on."""
+    return prompt.rstrip().endswith(OPENING) or (said.lstrip().startswith(OPENING) and CLOSING not in said)
 
 
 def read(feed: TextFeed, parts: list[ReplyPart], *, is_open: bool) -> Reading[None]:

@@ -19,6 +19,7 @@ from jaxllm.server.protocol.sampling import (
     Text,
     contradiction,
 )
+from jaxllm.server.protocol.template_fields import TemplateFields
 from jaxllm.server.protocol.text_content import TextContent
 from jaxllm.server.protocol.usage import Usage
 
@@ -90,7 +91,7 @@ class Tool(RequestModel):
         return function_for_template(self.function.name, self.function.description, self.function.parameters)
 
 
-class ChatRequest(SamplingFields):
+class ChatRequest(SamplingFields, TemplateFields):
     """The body of /v1/chat/completions."""
 
     messages: Annotated[Items[Message], Field(min_length=1)]
@@ -120,6 +121,9 @@ class ChatRequest(SamplingFields):
     chat_template: Annotated[Text | None, Field(description="If the operator allows it.")] = None
     chat_template_kwargs: Annotated[
         dict[str, Any] | None, Field(description="Variables of the chat template, as enable_thinking.")
+    ] = None
+    add_special_tokens: Annotated[
+        bool | None, Field(description="Add the tokenizer's own to those of the template. Default: false.")
     ] = None
     metadata: Annotated[Metadata | None, Field(description="The client's own; changes nothing.")] = None
     safety_identifier: Annotated[Text | None, Field(description="The client's own; changes nothing.")] = None

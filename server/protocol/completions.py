@@ -76,6 +76,9 @@ class CompletionRequest(SamplingFields):
         int | None, Field(ge=0, le=MAX_TOP_LOGPROBS, description="How many of the most likely tokens to show.")
     ] = None
     return_tokens_as_token_ids: AsTokenIds = None
+    add_special_tokens: Annotated[
+        bool | None, Field(description="Add the tokenizer's own, as <s>, to prompts that are texts. Default: true.")
+    ] = None
     echo: Annotated[bool | None, Field(description="Put the prompt before the text; not with logprobs.")] = None
     stream_options: ChunkOptions | None = None
     return_token_ids: ReturnTokenIds = None

@@ -10,13 +10,14 @@ from jaxllm.server.chat_input import messages_for_template
 from jaxllm.server.keys import authenticate
 from jaxllm.server.protocol.chat import Message, Tool
 from jaxllm.server.protocol.sampling import Items, RequestModel, contradiction
+from jaxllm.server.protocol.template_fields import TemplateFields
 
 router = APIRouter(tags=["tokens"], dependencies=[Depends(authenticate)])
 
 _MAX_INT32 = 2**31 - 1
 
 
-class TokenizeRequest(RequestModel):
+class TokenizeRequest(TemplateFields):
     """A prompt, or messages for the chat template; one of the two."""
 
     model: str | None = None
@@ -24,8 +25,9 @@ class TokenizeRequest(RequestModel):
     messages: Items[Message] | None = None
     tools: Items[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool = True
-    add_special_tokens: bool | None = Field(None, description="Of a prompt; a template brings its own. Default: true.")
+    add_special_tokens: bool | None = Field(
+        None, description="Add the tokenizer's own, as <s>. Default: true for a prompt; a template brings its own."
+    )
     return_token_strs: bool = False
 
     @model_validator(mode="after")
@@ -34,12 +36,9 @@ class TokenizeRequest(RequestModel):
             raise contradiction(
                 "prompt" if self.messages is None else "messages", "give prompt or messages, and not both"
             )
-        for name in ("tools", "chat_template_kwargs"):
+        for name in ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"):
             if self.messages is None and getattr(self, name) is not None:
                 raise contradiction(name, f"{name} needs messages, for the chat template to render")
-        if self.messages is not None and self.add_special_tokens is not None:
-            message = "add_special_tokens is for prompt; with messages the chat template decides"
-            raise contradiction("add_special_tokens", message)
         return self
 
 
@@ -72,7 +71,9 @@ async def tokenize(request: Request, body: TokenizeRequest) -> TokenizeResponse:
                 tools=[tool.for_template() for tool in body.tools or ()],
                 template=None,
                 kwargs=body.chat_template_kwargs or {},
-                add_generation_prompt=body.add_generation_prompt,
+                add_generation_prompt=body.begins_answer,
+                continue_final_message=bool(body.continue_final_message),
+                add_special_tokens=bool(body.add_special_tokens),
             )
     else:
         add_special_tokens = body.add_special_tokens is not False

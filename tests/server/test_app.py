@@ -110,6 +110,8 @@ def test_a_long_text_is_tokenized_and_one_that_no_context_could_hold_is_not(clie
         ("/tokenize", {}, "prompt", "give prompt or messages, and not both"),
         ("/tokenize", {"prompt": "a", "messages": []}, "messages", "give prompt or messages, and not both"),
         ("/tokenize", {"prompt": "a", "tools": []}, "tools", "tools needs messages"),
+        ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt", "needs messages"),
+        ("/tokenize", {"prompt": "a", "continue_final_message": True}, "continue_final_message", "needs messages"),
         ("/tokenize", {"prompt": 3}, "prompt", "prompt is 3: Input should be a valid string"),
         ("/tokenize", {"promt": "a"}, "promt", "promt is not supported"),
         ("/detokenize", {"tokens": [1, 256]}, "tokens[1]", "tokens[1] is 256; the vocabulary has 256 tokens"),

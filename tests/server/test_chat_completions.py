@@ -239,6 +239,48 @@ def test_variables_of_the_template(stub_server):
     assert "'reasoning_effort'" in error(stub_server, reasoning_effort="low")["message"]
 
 
+TURNS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
+ENDS = [
+    ({}, "[user]a[end][assistant]b[end][assistant]"),
+    ({"add_generation_prompt": False}, "[user]a[end][assistant]b[end]"),
+    ({"continue_final_message": True}, "[user]a[end][assistant]b"),
+    ({"continue_final_message": True, "add_generation_prompt": False}, "[user]a[end][assistant]b"),
+]
+
+
+def test_a_prompt_ends_where_it_is_asked_to(start_stub):
+    server = start_stub(allow_request_chat_template=True)
+    template = TURNS + "{% if add_generation_prompt %}[assistant]{% endif %}"
+    for said in ("b", "b</s>c"):  # A control token of somebody is text, in the last message too.
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": said}]
+        for options, prompt in ENDS:
+            text = prompt.replace("b", said)
+            whole = answer(server, messages, chat_template=template, max_tokens=len(text), **options)
+            assert whole["choices"][0]["message"]["content"] == text, "the stub repeats its prompt"
+            assert whole["usage"]["prompt_tokens"] == len(text)
+    dropped = TURNS.replace("m.content", "m.content[:1]")
+    refused = error(server, say("b"), chat_template=dropped, continue_final_message=True)
+    assert "continue_final_message" in refused["message"]
+
+
+def test_only_what_can_go_on_is_continued(stub_server):
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    for message, words in (({"content": ""}, "with content"), ({"content": "a", "tool_calls": calls}, "tool_calls")):
+        messages = [{"role": "user", "content": "u"}, {"role": "assistant"} | message]
+        refused = error(stub_server, messages, continue_final_message=True)
+        assert refused["param"] == "continue_final_message"
+        assert words in refused["message"]
+
+
+def test_reasoning_that_has_begun_goes_on_in_the_answer(start_stub):
+    server = start_stub(reasoning_parser="think")
+    for said, reasoning in (("<think>So", "Hm."), ("<think>So</think>A", None)):
+        messages = [*say("Hm.</think>Yes"), {"role": "assistant", "content": said}]
+        message = answer(server, messages, continue_final_message=True)["choices"][0]["message"]
+        assert message.get("reasoning") == reasoning
+        assert message["content"] == ("Yes" if reasoning else "Hm.</think>Yes")
+
+
 def test_tools_need_a_parser(start_stub):
     server = start_stub(tool_call_parser=None)
     assert "--tool-call-parser" in error(server, tools=[TOOL])["message"]

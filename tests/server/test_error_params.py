@@ -51,6 +51,11 @@ TABLE: list[tuple[str, dict[str, Any], str]] = [
         {"stream": True, "stream_options": {"continuous_usage_stats": True}},
         "stream_options.continuous_usage_stats",
     ),
+    (
+        "/v1/chat/completions",
+        {"add_generation_prompt": True, "continue_final_message": True},
+        "continue_final_message",
+    ),
     ("/v1/chat/completions", {"include_reasoning": False, "logprobs": True}, "include_reasoning"),
     ("/v1/chat/completions", {"include_reasoning": False, "return_token_ids": True}, "include_reasoning"),
     ("/v1/chat/completions", {"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),

@@ -98,7 +98,7 @@ CHAT = samples(
                          {"tools": CHAT_TOOL, "messages": [SAID | {"content": CALL_TEXT * 2}], "max_tokens": 200,
                           "parallel_tool_calls": False}),
     chat_template_kwargs={"enable_thinking": True},
-    return_token_ids=True,
+    return_token_ids=True, add_generation_prompt=False, continue_final_message=True, add_special_tokens=True,
     return_tokens_as_token_ids=({"logprobs": True}, {"logprobs": True, "return_tokens_as_token_ids": True}),
 )  # fmt: skip
 
@@ -215,6 +215,10 @@ EFFECTS: dict[type[RequestModel], dict[str, tuple[Body, Body]]] = {
                               "chat_template_kwargs": {"enable_thinking": True}}),
         add_generation_prompt=({"prompt": None, "messages": [SAID]}, {"prompt": None, "messages": [SAID],
                                "add_generation_prompt": False}),
+        continue_final_message=({"prompt": None, "messages": [SAID]}, {"prompt": None, "messages": [SAID],
+                                "continue_final_message": True}),
+        add_special_tokens=({"prompt": None, "messages": [SAID]}, {"prompt": None, "messages": [SAID],
+                            "add_special_tokens": True}),
     ),
     DetokenizeRequest: samples(DetokenizeRequest, model="other", tokens=[70]),
 }  # fmt: skip
@@ -224,10 +228,10 @@ EFFECTS[TokenizeRequest] |= {  # which takes the same messages and tools as a ch
     if field.partition(".")[0] in ("Message", "CalledFunction", "ToolCall", "Function")
 }
 UNSEEN: dict[type[RequestModel], set[str]] = {
-    CompletionRequest: {"ChunkOptions.continuous_usage_stats"},  # Usage is left out here; see test_completions.py.
+    # Usage is left out here, see test_completions.py; and the tokenizer adds no tokens, see test_prompt_encoder.py.
+    CompletionRequest: {"ChunkOptions.continuous_usage_stats", "CompletionRequest.add_special_tokens"},
     # The same; and there is no reasoning here. See test_chat_completions.py.
     ChatRequest: {"ChunkOptions.continuous_usage_stats", "ChatRequest.include_reasoning"},
-    TokenizeRequest: {"TokenizeRequest.add_special_tokens"},  # The tokenizer adds none here; see test_app.py.
     # The template leaves reasoning out, and calls are of the answer.
     CountTokensRequest: {"ThinkingBlock.thinking", "ToolChoice.disable_parallel_tool_use"},
     InputTokensRequest: {"InputTokensRequest.parallel_tool_calls"},
