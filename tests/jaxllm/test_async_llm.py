@@ -85,6 +85,7 @@ def test_whoever_leaves_hears_of_all_tokens_that_were_made(server, leave):
         llm.on_tokens = told.append
         stream = await llm.submit([5, 6, 7], greedy(max_tokens=120), streams=False)
         first = await anext(stream)
+        await server.collect([8], greedy(max_tokens=3))  # in each of its steps, `stream` gets a token as well
         if leave == "close the stream":
             stream.close()
             assert [delta async for delta in stream] == []
