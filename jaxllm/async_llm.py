@@ -99,10 +99,10 @@ class AsyncLLM:
             await client.wait_until_ready()
             assert client.info is not None
             tokenizer = await asyncio.to_thread(_load_tokenizer, client.info)
+            llms.append(cls(client, tokenizer, process))
         except BaseException:
             client.close()
             raise
-        llms.append(cls(client, tokenizer, process))
         return llms[0]
 
     @property

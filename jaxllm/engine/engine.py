@@ -64,7 +64,6 @@ class Engine:
     def __init__(self, config: EngineConfig, *, progress: bool = False):
         """Opens the model, reads its weights and compiles the first program, side by side."""
         checkpoint = open_checkpoint(config.model, revision=config.revision)
-        checkpoint.require_tokenizer()  # before anything that takes time
         with ThreadPoolExecutor(1, thread_name_prefix="jaxllm-load") as loader:
             loading = loader.submit(checkpoint.tokenizer)
             self.core = EngineCore(config, checkpoint=checkpoint, progress=progress)

@@ -67,6 +67,7 @@ class EngineCore:
         progress: shows a bar while the weights are read.
         """
         checkpoint = checkpoint or open_checkpoint(config.model, revision=config.revision)
+        checkpoint.require_tokenizer()  # Those who bring the core its token ids need it, and all else takes long.
         platform = jax.default_backend()
         self.config = resolved = resolve(config, platform=platform, model_max_len=model_max_len(checkpoint.config))
         if resolved.attention_implementation not in (None, *IMPLEMENTATIONS):

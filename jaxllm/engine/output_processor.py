@@ -101,10 +101,16 @@ class Processed[Sink]:
 
 @dataclass
 class OutputProcessor[Sink]:
-    """Knows the unfinished continuations by the core's key for each, and where what they give is to go: its `Sink`."""
+    """Knows the unfinished continuations by the core's key for each, and where what they give is to go: its `Sink`.
+
+    Raises UnsupportedModelError for a tokenizer that a `Detokenizer` cannot run.
+    """
 
     tokenizer: "PreTrainedTokenizerFast"
     _records: dict[Key, _Record[Sink]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        Detokenizer(self.tokenizer, prompt_token_ids=(), skip_special_tokens=True)  # Now rather than at a request.
 
     def add(
         self,

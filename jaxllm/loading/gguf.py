@@ -27,7 +27,7 @@ class GGUFCheckpoint:
 
         self._gguf_names: dict[str, str] = {}
         for gguf_name in self._file.tensors:
-            if gguf_name == ROPE_FACTORS:  # part of the configuration
+            if gguf_name == ROPE_FACTORS and self._architecture == "llama":  # part of the configuration
                 continue
             name = huggingface_name(self._architecture, gguf_name)
             if name is None:

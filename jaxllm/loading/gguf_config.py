@@ -30,6 +30,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_scale": (0.0, 1.0),
     "residual_scale": (0.0, 1.0),
     "embedding_scale": (0.0, 1.0),
+    "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.yarn_ext_factor": (-1.0, 1.0),
+    "rope.scaling.yarn_attn_factor": (1.0,),
+    "rope.scaling.yarn_beta_fast": (32.0,),
+    "rope.scaling.yarn_beta_slow": (1.0,),
 }
 """Values with which a field that is not known asks for nothing; of others: 0 and nothing."""
 HEAD_SIZES = (
@@ -125,22 +130,16 @@ def _rope_scaling(fields: "_Fields") -> dict[str, Any] | None:
     outcome of their formula: one divisor for each frequency."""
     kind = fields.optional("rope.scaling.type") or "linear"
     factor, older = fields.optional("rope.scaling.factor"), fields.optional("rope.scale_linear")
-    factor = factor or older or 1.0
-    known = {
-        "none": {"type"},
-        "linear": {"type", "factor", "original_context_length"},
-        "yarn": {"type", "factor", "original_context_length"},
-    }
+    factor = (older if factor is None else factor) or 1.0
     # Only yarn has a use for the length before.
     original_len = fields.optional("rope.scaling.original_context_length") or fields.integer("context_length")
-    stated = fields.names_under("rope.scaling.") - {"finetuned"}
-    if kind not in known or (kind != "none" and not stated <= known[kind]):
+    if kind not in ("none", "linear", "yarn"):
         raise UnsupportedModelError(
-            f"{fields.file.path} scales rotary embeddings by {kind!r} with {', '.join(sorted(stated))}; "
-            "this version knows linear (factor), yarn (factor, original_context_length), Llama 3's factors."
+            f"{fields.file.path} scales rotary embeddings by {kind!r}; this version knows none, linear, yarn and "
+            "Llama 3's factors."
         )
     is_scaled = kind != "none" and factor != 1.0
-    if ROPE_FACTORS in fields.file.tensors:
+    if ROPE_FACTORS in fields.file.tensors and fields.architecture == "llama":
         if is_scaled:
             raise UnsupportedModelError(
                 f"{fields.file.path} scales rotary embeddings twice: by {ROPE_FACTORS}, and {kind!r} by {factor}; this "
@@ -172,6 +171,7 @@ class _Fields:
 
     def __init__(self, file: GGUFFile, architecture: str) -> None:
         self.file = file
+        self.architecture = architecture
         self._prefix = f"{architecture}."
         self._read: set[str] = set()
 

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from jaxllm.engine.detokenizer import _BYTE_OF_CHARACTER, Detokenizer
+from jaxllm.engine.output_processor import OutputProcessor
 from jaxllm.errors import UnsupportedModelError
 
 CORPUS = ["the quick brown fox jumps over the lazy dog", "hello there, hello world! hello you"] * 5
@@ -214,7 +215,7 @@ def test_a_decoder_that_looks_ahead_is_refused():
     backend = Tokenizer(models.WordLevel({"a</w>": 0}, unk_token="a</w>"))
     backend.decoder = decoders.BPEDecoder()
     with pytest.raises(UnsupportedModelError, match="BPEDecoder"):
-        Detokenizer(PreTrainedTokenizerFast(tokenizer_object=backend), prompt_token_ids=[], skip_special_tokens=True)
+        OutputProcessor(PreTrainedTokenizerFast(tokenizer_object=backend))  # at the start, not at a request
 
 
 def test_a_tokenizer_is_not_kept_alive():

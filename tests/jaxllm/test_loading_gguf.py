@@ -194,6 +194,7 @@ def test_rotary_factors_become_part_of_the_config(tmp_path):
         ({"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}, {"rope_type": "linear", "factor": 2.0}),
         ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, None),
         ({"rope.scaling.factor": 0.0}, None),
+        ({"rope.scaling.factor": 0.0, "rope.scale_linear": 4.0}, None),
         ({"rope.scaling.factor": 1.0}, None),
         ({"rope.scaling.original_context_length": 128}, None),
         ({"rope.scaling.type": "none", "rope.scaling.original_context_length": 128}, None),
@@ -219,9 +220,10 @@ def test_every_field_is_used_or_refused_or_without_effect(tmp_path, architecture
         path = write_gguf(tmp_path / "m.gguf", {"token_embd.weight": draw(V, D)}, architecture, fields)
         return GGUFCheckpoint(path).config
 
-    keys = [key for of in (gguf.Keys.LLM, gguf.Keys.Attention, gguf.Keys.Rope) for key in vars(of).values()]
-    names = [key.removeprefix("{arch}.") for key in keys if isinstance(key, str) and key.startswith("{arch}.")]
-    assert len(names) > 50
+    classes = [value for value in vars(gguf.Keys).values() if isinstance(value, type)]
+    keys = [key for of in classes for key in vars(of).values() if isinstance(key, str)]
+    names = [key.removeprefix("{arch}.") for key in keys if key.startswith("{arch}.")]
+    assert len(names) > 100
     plain = config()
     for name in [*names, "something.new"]:
         is_used, refusal = False, ""
@@ -229,19 +231,22 @@ def test_every_field_is_used_or_refused_or_without_effect(tmp_path, architecture
             is_used = config(**{name: ODD_VALUES.get(name, 7)}) != plain
         except UnsupportedModelError as error:
             refusal = str(error)
-        said = {"rope.dimension_count": "rotates 7", "rope.scaling.type": "'longrope'"}.get(
-            name, name.removeprefix("rope.scaling.")
-        )
+        said = {"rope.dimension_count": "rotates 7", "rope.scaling.type": "'longrope'"}.get(name, name)
         # It has an effect with yarn only, which the tests beside this one show.
         is_known = name in WITHOUT_EFFECT or name == "rope.scaling.original_context_length"
         assert is_used or said in refusal or is_known, (name, refusal)
 
 
 def test_rotary_scaling_is_told_in_hugging_face_terms(tmp_path):
+    """Values that ask for nothing more, as converters write them, do no harm."""
     metadata = {
         "rope.scaling.type": "yarn",
         "rope.scaling.factor": 4.0,
         "rope.scaling.original_context_length": 128,
+        "rope.scaling.attn_factor": 1.0,
+        "rope.scaling.yarn_log_multiplier": 0.0,
+        "rope.scaling.yarn_beta_fast": 32.0,
+        "rope.scaling.yarn_beta_slow": 1.0,
     }
     path = write_gguf(tmp_path / "m.gguf", {"token_embd.weight": draw(V, D)}, "qwen3", metadata)
     assert GGUFCheckpoint(path).config["rope_scaling"] == {
@@ -278,6 +283,7 @@ def test_ids_outside_the_vocabulary_are_no_special_tokens(tmp_path):
     [
         ("mamba", {}, (), "architecture 'mamba'; this version knows llama, qwen2, qwen3, gemma3"),
         ("llama", {}, ("blk.0.ffn_gate_inp.weight",), "has a tensor blk.0.ffn_gate_inp.weight"),
+        ("qwen3", {}, ("rope_freqs.weight",), "has a tensor rope_freqs.weight"),
         ("llama", {"rope.dimension_count": 8}, (), "rotates 8 of a head's 16 dimensions"),
         ("llama", {"rope.scaling.type": "longrope"}, (), "'longrope'"),
         ("qwen3", {"rope.scaling.type": "yarn", "rope.scaling.attn_factor": 2.0}, (), "attn_factor"),
