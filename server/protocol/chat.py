@@ -132,6 +132,10 @@ class ChatRequest(SamplingFields, TemplateFields):
     ] = None
 
     response_format: Annotated[Any, Only({"type": "text"}, hint="forced formats are not supported yet")] = None
+    echo: Annotated[Any, Only(False)] = None
+    documents: Annotated[Any, Only([], hint="give them to the template by chat_template_kwargs")] = None
+    mm_processor_kwargs: Annotated[Any, Only({}, hint="requests are texts")] = None
+    media_io_kwargs: Annotated[Any, Only({}, hint="requests are texts")] = None
     modalities: Annotated[Any, Only(["text"], hint="answers are texts")] = None
     verbosity: Annotated[Any, Only("medium")] = None
     store: Annotated[Any, Only(False, hint="chat completions are not stored")] = None

@@ -85,6 +85,8 @@ class CompletionRequest(SamplingFields):
 
     best_of: Annotated[int | None, Field(ge=1, description="Only the value of n: all choices are returned.")] = None
     suffix: Annotated[Any, Only(hint="the model does not fill in")] = None
+    response_format: Annotated[Any, Only({"type": "text"}, hint="forced formats are not supported yet")] = None
+    prompt_embeds: Annotated[Any, Only()] = None
 
     @model_validator(mode="after")
     def _check_fields(self) -> "CompletionRequest":

@@ -162,6 +162,19 @@ class SamplingFields(RequestModel):
         Field(min_length=1, max_length=1024, description="Share cached prefixes with requests of the same salt only."),
     ] = None
 
+    request_id: Annotated[Text | None, Field(description="Changes nothing; X-Request-Id is the header for it.")] = None
+    prompt_logprobs: Annotated[Any, Only()] = None
+    logits_processors: Annotated[Any, Only([])] = None
+    bad_words: Annotated[Any, Only([])] = None
+    allowed_token_ids: Annotated[Any, Only()] = None
+    structured_outputs: Annotated[Any, Only(hint="forced formats are not supported yet")] = None
+    use_beam_search: Annotated[Any, Only(False)] = None
+    length_penalty: Annotated[Any, Only(1)] = None
+    thinking_token_budget: Annotated[Any, Only()] = None
+    truncate_prompt_tokens: Annotated[Any, Only()] = None
+    kv_transfer_params: Annotated[Any, Only({})] = None
+    vllm_xargs: Annotated[Any, Only({})] = None
+
     def sampling_params(self, **options: Any) -> SamplingParams:
         """`options` are those that have other names, or other values, than the fields here. Raises
         InvalidRequestError where fields contradict."""

@@ -303,6 +303,22 @@ def test_what_is_not_supported_is_refused_by_its_name(stub_server, model):
                 assert answer.json()["error"]["param"] == name
 
 
+NOTHING_ASKED: Body = {
+    "prompt_logprobs": None, "logits_processors": [], "bad_words": [], "allowed_token_ids": None,
+    "structured_outputs": None, "use_beam_search": False, "length_penalty": 1.0, "truncate_prompt_tokens": None,
+    "kv_transfer_params": None, "vllm_xargs": {}, "response_format": {"type": "text"}, "request_id": "r",
+    "repetition_penalty": 1.0, "spaces_between_special_tokens": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", [CompletionRequest, ChatRequest], ids=lambda model: model.__name__)
+def test_fields_of_vllm_that_ask_for_nothing_are_taken(observe, model):
+    """Clients written for it send them with its defaults."""
+    path, base = BASES[model]
+    own: Body = {"echo": False, "documents": [], "mm_processor_kwargs": None} if model is ChatRequest else {}
+    assert observe(path, base | NOTHING_ASKED | own) == observe(path, base)
+
+
 @pytest.mark.parametrize("model", [CompletionRequest, ChatRequest, ResponseRequest], ids=lambda model: model.__name__)
 def test_without_a_model_the_served_one_answers_and_is_named(stub_server, model):
     path, body = BASES[model]
