@@ -33,8 +33,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "rope.scaling.attn_factor": (1.0,),
     "rope.scaling.yarn_ext_factor": (-1.0, 1.0),
     "rope.scaling.yarn_attn_factor": (1.0,),
-    "rope.scaling.yarn_beta_fast": (32.0,),
-    "rope.scaling.yarn_beta_slow": (1.0,),
 }
 """Values with which a field that is not known asks for nothing; of others: 0 and nothing."""
 HEAD_SIZES = (
@@ -151,6 +149,8 @@ def _rope_scaling(fields: "_Fields") -> dict[str, Any] | None:
     scaling = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = original_len
+        betas = {name: fields.optional(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
+        scaling |= {name: beta for name, beta in betas.items() if beta is not None}
     return scaling
 
 

@@ -245,14 +245,14 @@ def test_rotary_scaling_is_told_in_hugging_face_terms(tmp_path):
         "rope.scaling.original_context_length": 128,
         "rope.scaling.attn_factor": 1.0,
         "rope.scaling.yarn_log_multiplier": 0.0,
-        "rope.scaling.yarn_beta_fast": 32.0,
-        "rope.scaling.yarn_beta_slow": 1.0,
+        "rope.scaling.yarn_beta_fast": 16.0,
     }
     path = write_gguf(tmp_path / "m.gguf", {"token_embd.weight": draw(V, D)}, "qwen3", metadata)
     assert GGUFCheckpoint(path).config["rope_scaling"] == {
         "rope_type": "yarn",
         "factor": 4.0,
         "original_max_position_embeddings": 128,
+        "beta_fast": 16.0,
     }
 
 
