@@ -156,7 +156,7 @@ def main() -> None:
 
 def serve(model: str, port: int, log_level: str) -> None:
     """A server in this process, until SIGTERM."""
-    from jaxllm.server.serve import serve
+    from jaxllm.server.commands.serve import serve
     from jaxllm.server.server_config import ServerConfig
 
     config = ServerConfig(port=port, served_model_name=[model], log_level=log_level)

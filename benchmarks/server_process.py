@@ -42,7 +42,9 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def server(
-    arguments: Sequence[str], command: Sequence[str] = ("-m", "jaxllm.server.cli", "serve"), env: Mapping[str, str] = {}
+    arguments: Sequence[str],
+    command: Sequence[str] = ("-m", "jaxllm.server.commands.cli", "serve"),
+    env: Mapping[str, str] = {},
 ) -> Iterator[ServerProcess]:
     """`jaxllm serve` with these arguments, or another Python command that takes --port; it ends with the context."""
     with socket.socket() as probe:

@@ -15,7 +15,14 @@ SOURCES = {
     "pallas_kernels": "jaxllm/pallas_kernels",
     "server": "jaxllm/server",
 }
-MODULES = ("jaxllm", "jaxllm.scheduler", "jaxllm.pallas_kernels", "jaxllm.server", "jaxllm.llm", "jaxllm.server.cli")
+MODULES = (
+    "jaxllm",
+    "jaxllm.scheduler",
+    "jaxllm.pallas_kernels",
+    "jaxllm.server",
+    "jaxllm.llm",
+    "jaxllm.server.commands.cli",
+)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +55,7 @@ def test_it_holds_the_license_and_the_command(wheel):
     with zipfile.ZipFile(wheel) as archive:
         files = {name.rpartition("/")[2]: name for name in archive.namelist()}
         assert b"Apache License" in archive.read(files["LICENSE"])
-        assert b"jaxllm = jaxllm.server.cli:main" in archive.read(files["entry_points.txt"])
+        assert b"jaxllm = jaxllm.server.commands.cli:main" in archive.read(files["entry_points.txt"])
 
 
 def test_it_works_outside_the_checkout(wheel, tmp_path):

@@ -13,6 +13,7 @@ from tiny_tokenizer import TOOL_CHAT_TEMPLATE, write_tokenizer
 from jaxllm import EngineConfig
 
 if TYPE_CHECKING:
+    from fake_llm import FakeLLM
     from live_server import LiveServer
     from serve_process import ServeProcess
 
@@ -113,3 +114,15 @@ def admin_headers() -> dict[str, str]:
     from live_server import ADMIN_KEY
 
     return {"Authorization": f"Bearer {ADMIN_KEY}"}
+
+
+@pytest.fixture
+def fake_llm(monkeypatch) -> "type[FakeLLM]":
+    """It takes the place of `jaxllm.LLM`."""
+    from fake_llm import FakeLLM
+
+    import jaxllm.llm
+
+    monkeypatch.setattr(jaxllm.llm, "LLM", FakeLLM)
+    monkeypatch.setattr(FakeLLM, "made", [])
+    return FakeLLM

@@ -12,10 +12,10 @@ import uvloop
 from fastapi import FastAPI
 
 from jaxllm import AsyncLLM, EngineConfig, EngineProcess
+from jaxllm.server.api.keys import ApiKeys
 from jaxllm.server.board import Board, Phase
-from jaxllm.server.http_worker import HttpWorker
-from jaxllm.server.keys import ApiKeys
-from jaxllm.server.serve import listen
+from jaxllm.server.commands.serve import listen
+from jaxllm.server.http.worker import HttpWorker
 from jaxllm.server.server_config import ServerConfig
 
 ADMIN_KEY = "admin-key-of-tests"

@@ -16,7 +16,7 @@ _PROGRAM = """\
 import signal
 import sys
 from jaxllm import EngineConfig, JaxLLMError
-from jaxllm.server.serve import serve
+from jaxllm.server.commands.serve import serve
 from jaxllm.server.server_config import ServerConfig
 if __name__ == "__main__":  # API workers import this file again
     engine_options, options, engine, ignored = eval(sys.argv[1])

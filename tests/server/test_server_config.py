@@ -9,8 +9,8 @@ import pytest
 
 import jaxllm.server
 from jaxllm import ConfigError
-from jaxllm.server.cli import main, make_parser
-from jaxllm.server.options import field_docs, options_from
+from jaxllm.server.commands.cli import main, make_parser
+from jaxllm.server.commands.options import field_docs, options_from
 from jaxllm.server.server_config import ServerConfig
 
 
@@ -95,10 +95,10 @@ def test_a_mistake_gives_one_line_and_code_2(capsys):
 
 
 def test_the_admin_key_is_also_taken_from_the_environment(monkeypatch):
-    import jaxllm.server.serve
+    import jaxllm.server.commands.serve
 
     seen = []
-    monkeypatch.setattr(jaxllm.server.serve, "serve", lambda engine, config: seen.append(config.admin_key))
+    monkeypatch.setattr(jaxllm.server.commands.serve, "serve", lambda engine, config: seen.append(config.admin_key))
     monkeypatch.setenv("JAXLLM_ADMIN_KEY", "from-environment")
     assert main(["serve", "model"]) == 0
     assert main(["serve", "model", "--admin-key", "from-argument"]) == 0
@@ -106,7 +106,7 @@ def test_the_admin_key_is_also_taken_from_the_environment(monkeypatch):
 
 
 def test_missing_packages_are_told_with_the_extra_that_has_them(monkeypatch, capsys):
-    monkeypatch.delitem(sys.modules, "jaxllm.server.serve", raising=False)
+    monkeypatch.delitem(sys.modules, "jaxllm.server.commands.serve", raising=False)
     monkeypatch.setitem(sys.modules, "uvloop", None)
     assert main(["serve", "model"]) == 2
     assert capsys.readouterr().err == (

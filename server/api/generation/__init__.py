@@ -1,0 +1,1 @@
+"""One prompt of a request, or several, on their way through the engine."""

@@ -1,0 +1,36 @@
+"""/v1/completions."""
+
+from typing import TYPE_CHECKING, Annotated
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from jaxllm.server.api.answers.completion_answer import CompletionAnswer
+from jaxllm.server.api.answers.event_stream import EVENT_STREAM, EventStream
+from jaxllm.server.api.answers.streaming import json_response
+from jaxllm.server.api.call import CALL_HEADERS, Call, read_call
+from jaxllm.server.api.protocol.completions import Completion, CompletionRequest
+
+if TYPE_CHECKING:
+    from jaxllm.server.http.app import Server
+
+router = APIRouter()
+
+
+@router.post(
+    "/v1/completions",
+    tags=["generation"],
+    response_model=Completion,
+    responses=EVENT_STREAM,
+    openapi_extra=CALL_HEADERS,
+)
+async def create_completion(
+    body: CompletionRequest, request: Request, call: Annotated[Call, Depends(read_call)]
+) -> Response:
+    """Continues prompts."""
+    server: Server = request.app.state.server
+    body.model = server.check_model(body.model)
+    answer = await CompletionAnswer.start(server, request, call.with_priority(body.priority), body)
+    if body.stream:
+        return await EventStream.start(answer.source, answer, keep_alive_s=server.config.stream_keep_alive_s)
+    return json_response(await answer.whole())

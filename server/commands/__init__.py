@@ -1,0 +1,1 @@
+"""The command line: `jaxllm serve`, `generate`, `chat`, `run-batch` and `bench`."""

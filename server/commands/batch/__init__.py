@@ -1,0 +1,1 @@
+"""`jaxllm run-batch`: a file of requests, and a file of answers."""

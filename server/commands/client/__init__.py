@@ -1,0 +1,1 @@
+"""What the commands talk to servers with."""

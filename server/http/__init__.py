@@ -1,0 +1,1 @@
+"""Processes, connections and their limits, and the application behind them."""

@@ -1,0 +1,1 @@
+"""What is told of requests and of the engine: metrics, logs, traces, and whether it makes progress."""
