@@ -143,7 +143,7 @@ def engine_options(device: jax.Device) -> Options:
     On a GPU that is to put loops and conditions into CUDA graphs, without which the host waits in each turn of a loop.
     """
     mesh = Mesh(np.array([[device]]), ("data", "model"))
-    return compiler_options(Bucket(num_tokens=64, num_seqs=64), mesh)
+    return compiler_options(Bucket.decodes(64), mesh)
 
 
 def _rounds(

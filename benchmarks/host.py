@@ -22,7 +22,7 @@ from time import perf_counter
 import numpy as np
 from peers.host_load import LOADS, STOP_TOKEN_ID, max_num_batched_tokens, num_unfinished, sampled_token_ids
 
-from jaxllm.scheduler import Request, Scheduler, SchedulerConfig, StepBatch, declare_buckets, pick
+from jaxllm.scheduler import Request, Scheduler, SchedulerConfig, StepBatch, declare_buckets, pick_bucket
 
 HERE = Path(__file__).resolve().parent
 PHASES = ("schedule", "build", "launch", "update")
@@ -55,7 +55,7 @@ def measure(load: str, num_rows: int, args: argparse.Namespace) -> np.ndarray:
         plan = scheduler.schedule()
         marks.append(perf_counter())
         assert plan is not None
-        bucket = pick(buckets, plan.num_tokens, plan.num_seqs, plan.is_decode_only)
+        bucket = pick_bucket(buckets, plan.num_tokens, plan.num_seqs, plan.max_q_len)
         StepBatch.build(plan, scheduler.table, bucket)
         marks.append(perf_counter())
         in_flight.append((plan, results[: plan.num_seqs]))

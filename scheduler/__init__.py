@@ -2,10 +2,11 @@
 
 To read in this order: `request` (what a client asked for), `scheduler` (its life), `step_planner` (the decisions),
 `running_table` (the running requests as arrays), `kv_pages` (their pages), `step_plan` (one step, exact), `step_batch`
-(one step, padded, in one buffer).
+(one step, padded, in one buffer, which `batch_layout` describes).
 """
 
-from jaxllm.scheduler.buckets import Bucket, declare_buckets, pick
+from jaxllm.scheduler.batch_layout import BatchLayout, Field
+from jaxllm.scheduler.buckets import Bucket, declare_buckets, pick_bucket
 from jaxllm.scheduler.config import SchedulerConfig, TenantConfig
 from jaxllm.scheduler.errors import RequestRefusedError, SchedulerBusyError, SchedulerConfigError
 from jaxllm.scheduler.page_moves import PageMoves
@@ -13,10 +14,11 @@ from jaxllm.scheduler.request import Request, RequestStatus, SamplingRow
 from jaxllm.scheduler.running_table import RunningTable
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler.stats import SchedulerStats, StepTokens
-from jaxllm.scheduler.step_batch import Field, StepBatch, fields
+from jaxllm.scheduler.step_batch import StepBatch
 from jaxllm.scheduler.step_plan import StepOutput, StepPlan
 
 __all__ = [
+    "BatchLayout",
     "Bucket",
     "Field",
     "PageMoves",
@@ -36,6 +38,5 @@ __all__ = [
     "StepTokens",
     "TenantConfig",
     "declare_buckets",
-    "fields",
-    "pick",
+    "pick_bucket",
 ]

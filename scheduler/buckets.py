@@ -8,20 +8,36 @@ _MIN_MIXED_TOKENS = 64
 _MIN_SMALL_MIXED_TOKENS = 24
 
 
-@dataclass(frozen=True, order=True, slots=True)
+@dataclass(frozen=True, order=True, slots=True, kw_only=True)
 class Bucket:
-    """A padded step of `num_tokens` (T) tokens in `num_seqs` (S) rows. The smaller, the cheaper."""
+    """The size of a padded step, and what its program may count on. The smaller, the cheaper.
 
+    max_q_len: no row has more tokens in the step. Where it is 1, row s has token s, and T = S.
+    num_tokens: T.
+    num_seqs: S, the rows.
+    """
+
+    max_q_len: int
     num_tokens: int
     num_seqs: int
 
+    @classmethod
+    def decodes(cls, num_seqs: int) -> "Bucket":
+        """For so many rows of one token."""
+        return cls(max_q_len=1, num_tokens=num_seqs, num_seqs=num_seqs)
+
+    @classmethod
+    def mixed(cls, num_tokens: int, num_seqs: int) -> "Bucket":
+        """For rows of any length."""
+        return cls(max_q_len=num_tokens, num_tokens=num_tokens, num_seqs=num_seqs)
+
     @property
     def is_decode_only(self) -> bool:
-        """Whether the program may count on each row having one token. No mixed bucket has T = S."""
-        return self.num_tokens == self.num_seqs
+        """Whether each row has one token."""
+        return self.max_q_len == 1
 
-    def fits(self, num_tokens: int, num_seqs: int, decode_only: bool) -> bool:
-        return num_tokens <= self.num_tokens and num_seqs <= self.num_seqs and (decode_only or not self.is_decode_only)
+    def fits(self, num_tokens: int, num_seqs: int, max_q_len: int) -> bool:
+        return num_tokens <= self.num_tokens and num_seqs <= self.num_seqs and max_q_len <= self.max_q_len
 
 
 def declare_buckets(
@@ -42,22 +58,16 @@ def declare_buckets(
         size *= 2
     decode_sizes.append(max(max_num_seqs, min_tokens))
 
-    largest = max(max_num_batched_tokens, 2 * min_tokens)
-    if largest == max_num_seqs:
-        largest *= 2  # T = S would say that each row has one token
-    mixed_sizes = [largest]
+    mixed_sizes = [max(max_num_batched_tokens, min_tokens, 2)]  # a step of one token is no mixed one
     while (size := mixed_sizes[0] // _MIXED_FACTOR) >= max(2 * max_num_seqs, _MIN_MIXED_TOKENS):
         mixed_sizes.insert(0, size)
     small_sizes, size = [], max(_MIN_SMALL_MIXED_TOKENS, min_tokens)
     while with_small_mixed and size < mixed_sizes[0]:
         small_sizes.append(size)
         size *= 2
-    return tuple(
-        sorted(
-            # A mixed step has a row of several tokens, so fewer rows than tokens.
-            [Bucket(size, size) for size in decode_sizes]
-            + [Bucket(size, min(max_num_seqs, size - 1)) for size in (*small_sizes, *mixed_sizes)]
-        )
+    return (
+        *(Bucket.decodes(size) for size in decode_sizes),
+        *(Bucket.mixed(size, min(max_num_seqs, size)) for size in (*small_sizes, *mixed_sizes)),
     )
 
 
@@ -76,18 +86,14 @@ def compile_order(buckets: Sequence[Bucket], *, for_short_steps: bool) -> tuple[
     )
     small = []
     if for_short_steps:
-        smallest = min(bucket for bucket in mixed if bucket.num_seqs == mixed[0].num_seqs)
+        smallest = min((bucket for bucket in mixed if bucket.num_tokens > mixed[0].num_seqs), default=mixed[0])
         small = [bucket for bucket in mixed if bucket <= smallest]
     return tuple(dict.fromkeys([mixed[0], decodes[0], *small, *decodes, *mixed]))
 
 
-def pick(buckets: Iterable[Bucket], num_tokens: int, num_seqs: int, decode_only: bool) -> Bucket:
-    """The cheapest of `buckets` that a step fits in.
-
-    `decode_only`: each row of the step has one token. Such a step takes a bucket of its kind if one fits. Raises
-    ValueError if none fits.
-    """
-    fitting = [bucket for bucket in buckets if bucket.fits(num_tokens, num_seqs, decode_only)]
+def pick_bucket(buckets: Iterable[Bucket], num_tokens: int, num_seqs: int, max_q_len: int) -> Bucket:
+    """The cheapest of `buckets` that a step of this size fits in. Raises ValueError if none does."""
+    fitting = [bucket for bucket in buckets if bucket.fits(num_tokens, num_seqs, max_q_len)]
     if not fitting:
         raise ValueError(f"no bucket fits a step of {num_tokens:,} tokens in {num_seqs:,} rows")
-    return min(fitting, key=lambda bucket: (bucket.is_decode_only != decode_only, bucket))
+    return min(fitting)

@@ -1,68 +1,13 @@
 """A step as the device gets it: the plan in numpy, padded to a bucket, in one buffer."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
-from types import MappingProxyType
-from typing import NamedTuple
 
 import numpy as np
 
+from jaxllm.scheduler.batch_layout import BatchLayout
 from jaxllm.scheduler.buckets import Bucket
 from jaxllm.scheduler.running_table import RunningTable
 from jaxllm.scheduler.step_plan import StepPlan
-
-_INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
-
-
-@dataclass(frozen=True, slots=True)
-class Field:
-    """Where an array lies in the buffer: `shape` elements of `dtype` (of 4 bytes), from element `offset`."""
-
-    offset: int
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-    @property
-    def end(self) -> int:
-        return self.offset + prod(self.shape)
-
-    def view(self, buffer: np.ndarray) -> np.ndarray:
-        """The array, in the memory of `buffer` (int32)."""
-        return buffer[self.offset : self.end].view(self.dtype).reshape(self.shape)
-
-
-@lru_cache(maxsize=256)
-def fields(bucket: Bucket, max_pages_per_seq: int, num_groups: int) -> Mapping[str, Field]:
-    """The layout of the buffer, in order and without gaps: for the builder, and for who unpacks it.
-
-    The names and meanings are those of `StepBatch`; P is `max_pages_per_seq`, G is `num_groups`.
-    """
-    T, S, P, G = bucket.num_tokens, bucket.num_seqs, max_pages_per_seq, num_groups
-    shapes: dict[str, tuple[tuple[int, ...], np.dtype]] = {
-        "token_ids": ((T,), _INT32),
-        "positions": ((T,), _INT32),
-        "cu_q_lens": ((S + 1,), _INT32),
-        "kv_lens": ((S,), _INT32),
-        "page_table": ((G, S, P), _INT32),
-        "rows": ((S,), _INT32),
-        "logits_rows": ((S,), _INT32),
-        "from_device": ((S,), _INT32),
-        "num_draft_tokens": ((S,), _INT32),
-        "temperature": ((S,), _FLOAT32),
-        "top_k": ((S,), _INT32),
-        "top_p": ((S,), _FLOAT32),
-        "min_p": ((S,), _FLOAT32),
-        "seed": ((S,), _INT32),
-        "wants_logprobs": ((S,), _INT32),
-        "num_seqs": ((1,), _INT32),
-    }
-    layout, offset = {}, 0
-    for name, (shape, dtype) in shapes.items():
-        layout[name] = Field(offset, shape, dtype)
-        offset = layout[name].end
-    return MappingProxyType(layout)
 
 
 class StepBatch:
@@ -71,8 +16,8 @@ class StepBatch:
 
     Each step has a buffer of its own: a device on the host's memory may read it while the step is in flight.
 
-    bucket: the T and S of the padding.
-    buffer: int32[n], all of the step's input, laid out by `fields`.
+    layout: of the buffer, for the bucket of the step.
+    buffer: int32[n], all of the step's input.
     token_ids: int32[T]; 0 where the device fills in the token itself (`from_device`), and for padding.
     positions: int32[T], the place of each token in its sequence; 0 for padding.
     cu_q_lens: int32[S+1]. The tokens of row i are cu_q_lens[i] to cu_q_lens[i+1]; padding rows have none.
@@ -89,36 +34,29 @@ class StepBatch:
     num_seqs: int32[1], the number of rows that are not padding.
     """
 
-    __slots__ = ("_layout", "bucket", "buffer")
+    __slots__ = ("buffer", "layout")
 
-    def __init__(self, bucket: Bucket, buffer: np.ndarray, layout: Mapping[str, Field]) -> None:
-        self.bucket = bucket
+    def __init__(self, layout: BatchLayout, buffer: np.ndarray) -> None:
+        self.layout = layout
         self.buffer = buffer
-        self._layout = layout
 
     def __getattr__(self, name: str) -> np.ndarray:
-        if name not in self._layout:
+        if name not in self.layout.fields:
             raise AttributeError(f"a StepBatch has no array {name!r}")
-        return self._layout[name].view(self.buffer)
+        return self.layout.fields[name].view(self.buffer)
 
-    @classmethod
-    def empty(cls, bucket: Bucket, table: RunningTable) -> "StepBatch":
-        """A batch of padding only."""
-        layout = fields(bucket, table.page_table.shape[2], table.num_groups)
-        batch = cls(bucket, np.zeros(layout["num_seqs"].end, np.int32), layout)
-        batch.rows.fill(table.num_rows)
-        batch.top_p.fill(1.0)
-        return batch
+    @property
+    def bucket(self) -> Bucket:
+        return self.layout.bucket
 
     @classmethod
     def build(cls, plan: StepPlan, table: RunningTable, bucket: Bucket) -> "StepBatch":
         """The plan's step, from the table as `schedule` left it. The bucket must fit the plan."""
         num_seqs, num_tokens, rows = plan.num_seqs, plan.num_tokens, plan.rows
-        assert bucket.fits(num_tokens, num_seqs, plan.is_decode_only), f"{plan} does not fit {bucket}"
-        T, S, G, P = bucket.num_tokens, bucket.num_seqs, table.num_groups, table.page_table.shape[2]
-        layout = fields(bucket, P, G)
-        at = _offsets(bucket, P, G)
-        buffer = np.zeros(layout["num_seqs"].end, np.int32)
+        assert bucket.fits(num_tokens, num_seqs, plan.max_q_len), f"{plan} does not fit {bucket}"
+        T, S, P = bucket.num_tokens, bucket.num_seqs, table.page_table.shape[2]
+        layout = BatchLayout.of(bucket, P, table.num_groups)
+        at, buffer = layout.offsets, np.zeros(layout.size, np.int32)
         numbers_S = _numbers(S)
         q_lens = plan.num_scheduled_tokens
 
@@ -153,34 +91,11 @@ class StepBatch:
         buffer[at.from_device : at.from_device + num_seqs] = plan.from_device
         if plan.num_draft_tokens is not None:
             buffer[at.num_draft_tokens : at.num_draft_tokens + num_seqs] = plan.num_draft_tokens
-        sampling = buffer[at.sampling : at.sampling + 6 * S].reshape(6, S)
+        sampling = layout.sampling.view(buffer)
         sampling[:, :num_seqs] = table.sampling.take(rows, axis=1)
         sampling[_TOP_P, num_seqs:] = _ONE
         buffer[at.num_seqs] = num_seqs
-        return cls(bucket, buffer, layout)
-
-
-class _Offsets(NamedTuple):
-    """Where the fields begin. `sampling` are the six from temperature to wants_logprobs, which follow each other."""
-
-    token_ids: int
-    positions: int
-    cu_q_lens: int
-    kv_lens: int
-    page_table: int
-    rows: int
-    logits_rows: int
-    from_device: int
-    num_draft_tokens: int
-    sampling: int
-    num_seqs: int
-
-
-@lru_cache(maxsize=256)
-def _offsets(bucket: Bucket, max_pages_per_seq: int, num_groups: int) -> _Offsets:
-    layout = fields(bucket, max_pages_per_seq, num_groups)
-    offsets = {name: layout[name].offset for name in _Offsets._fields if name != "sampling"}
-    return _Offsets(sampling=layout["temperature"].offset, **offsets)
+        return cls(layout, buffer)
 
 
 @lru_cache(maxsize=256)

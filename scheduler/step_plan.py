@@ -56,6 +56,11 @@ class StepPlan:
         return self.num_decodes == len(self.rows)
 
     @property
+    def max_q_len(self) -> int:
+        """The most tokens that a row has in the step."""
+        return 1 if self.is_decode_only else int(self.num_scheduled_tokens[self.num_decodes :].max())
+
+    @property
     def num_decode_kv_tokens(self) -> int:
         """Tokens whose keys and values the rows with one token read."""
         return int(self.num_computed_tokens[: self.num_decodes].sum()) + self.num_decodes

@@ -40,7 +40,7 @@ from jaxllm.scheduler import (
     SchedulerConfigError,
     SchedulerStats,
 )
-from jaxllm.scheduler.buckets import Bucket, pick
+from jaxllm.scheduler.buckets import Bucket, pick_bucket
 from jaxllm.scheduler.step_batch import StepBatch
 from jaxllm.scheduler.step_plan import StepPlan
 
@@ -194,7 +194,7 @@ class EngineCore:
     def _launch(self, plan: StepPlan) -> None:
         self._current = plan
         self._reports.start(plan)
-        bucket = pick(self._buckets, plan.num_tokens, plan.num_seqs, plan.is_decode_only)
+        bucket = pick_bucket(self._buckets, plan.num_tokens, plan.num_seqs, plan.max_q_len)
         batch = StepBatch.build(plan, self.scheduler.table, bucket)
         wants_logprobs = self._reports.num_with_logprobs > 0 and bool(batch.wants_logprobs.any())
         self._in_flight.append(_InFlight(plan, self.runner.launch(batch), wants_logprobs))

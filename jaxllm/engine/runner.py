@@ -24,8 +24,9 @@ from jaxllm.layers.parameter import activation_dtype
 from jaxllm.models.model import Model
 from jaxllm.models.registry import ModelConfig
 from jaxllm.scheduler import PageMoves
+from jaxllm.scheduler.batch_layout import BatchLayout
 from jaxllm.scheduler.buckets import Bucket, compile_order, declare_buckets
-from jaxllm.scheduler.step_batch import StepBatch, fields
+from jaxllm.scheduler.step_batch import StepBatch
 from jaxllm.scheduler.windows import num_request_pages
 
 logger = logging.getLogger(__name__)
@@ -231,13 +232,13 @@ class Runner:
     def _compile(self, bucket: Bucket) -> int:
         """Makes the bucket's program. Returns the bytes of its temporaries."""
         config = self._config
-        step = make_step(self._model, bucket, config.max_pages_per_seq, self.groups, self._layout.implementation)
-        packed_size = fields(bucket, config.max_pages_per_seq, self.groups.num_groups)["num_seqs"].end
+        layout = BatchLayout.of(bucket, config.max_pages_per_seq, self.groups.num_groups)
+        step = make_step(self._model, layout, self.groups, self._layout.implementation)
         arguments = (
             self._model.structs,
             self._layout.structs(self.num_pages),
             jax.ShapeDtypeStruct((config.max_num_seqs + 1,), jnp.int32, sharding=self._whole),
-            jax.ShapeDtypeStruct((packed_size,), jnp.int32, sharding=self._whole),
+            jax.ShapeDtypeStruct((layout.size,), jnp.int32, sharding=self._whole),
         )
         out_shardings = ([self._layout.sharding] * self._layout.num_arrays, self._whole, self._whole)
         with jax.set_mesh(self._mesh):

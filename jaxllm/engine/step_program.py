@@ -1,6 +1,6 @@
 """The step program: one pure function from the packed step batch to sampled tokens."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -12,8 +12,7 @@ from jaxllm.layers.attention import StepMetadata
 from jaxllm.layers.kv_caches import KVCaches
 from jaxllm.layers.layer_groups import LayerGroups
 from jaxllm.models.model import Model
-from jaxllm.scheduler.buckets import Bucket
-from jaxllm.scheduler.step_batch import Field, fields
+from jaxllm.scheduler.batch_layout import BatchLayout
 
 
 class StepResult(NamedTuple):
@@ -26,25 +25,23 @@ class StepResult(NamedTuple):
 Step = Callable[[list[Array], list[Array], Array, Array], tuple[list[Array], Array, StepResult]]
 
 
-def unpack(packed: Array, layout: Mapping[str, Field]) -> dict[str, Array]:
-    """The fields of the buffer that `StepBatch` packed, on the device."""
+def unpack(packed: Array, layout: BatchLayout) -> dict[str, Array]:
+    """The arrays of the buffer that `StepBatch` packed, on the device."""
     arrays = {}
-    for name, field in layout.items():
+    for name, field in layout.fields.items():
         array = packed[field.offset : field.end].reshape(field.shape)
         arrays[name] = lax.bitcast_convert_type(array, jnp.float32) if field.dtype == np.float32 else array
     return arrays
 
 
-def make_step(
-    model: Model, bucket: Bucket, max_pages_per_seq: int, groups: LayerGroups, implementation: str | None
-) -> Step:
-    """The step function of one bucket: (weights, kv_pages, last_token_ids, packed) -> (caches, state, result).
+def make_step(model: Model, layout: BatchLayout, groups: LayerGroups, implementation: str | None) -> Step:
+    """The step function of the layout's bucket: (weights, kv_pages, last_token_ids, packed) -> (caches, state, result).
 
     kv_pages: the arrays of `LayerGroups`, to be donated. last_token_ids: int32 [max_num_seqs + 1], to be donated: what
     was last sampled for each row of the running table; the last element is for padding rows. It feeds the rows whose
     newest token the host has not seen yet.
     """
-    layout = fields(bucket, max_pages_per_seq, groups.num_groups)
+    bucket = layout.bucket
 
     def step(
         weights: list[Array], kv_pages: list[Array], last_token_ids: Array, packed: Array

@@ -21,7 +21,7 @@ from jaxllm.layers.layer_groups import LayerGroups
 from jaxllm.loading.sources import open_checkpoint
 from jaxllm.models.model import Model
 from jaxllm.pallas_kernels.ragged_paged_attention import KVCacheSpec, kv_cache_shape
-from jaxllm.scheduler import Request, Scheduler, SchedulerConfig, StepBatch, pick
+from jaxllm.scheduler import Request, Scheduler, SchedulerConfig, StepBatch, pick_bucket
 
 # No test may find what another run has left: programs compiled for a TPU cannot even be read again without one.
 jax.config.update("jax_enable_compilation_cache", False)
@@ -150,7 +150,7 @@ def generate(
     while scheduler.has_unfinished_requests:
         plan = scheduler.schedule()
         if plan is not None:
-            bucket = pick(runner.ready_buckets, plan.num_tokens, plan.num_seqs, plan.is_decode_only)
+            bucket = pick_bucket(runner.ready_buckets, plan.num_tokens, plan.num_seqs, plan.max_q_len)
             in_flight.append((plan, runner.launch(StepBatch.build(plan, scheduler.table, bucket))))
             on_plan(scheduler)
         if len(in_flight) > (plan is not None):

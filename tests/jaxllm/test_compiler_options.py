@@ -8,7 +8,7 @@ import pytest
 from jaxllm.engine.compiler_options import compiler_options
 from jaxllm.scheduler.buckets import Bucket
 
-DECODES, CHUNKS = Bucket(32, 32), Bucket(512, 32)
+DECODES, CHUNKS = Bucket.decodes(32), Bucket.mixed(512, 32)
 
 
 def mesh(platform: str, num_devices: int = 1) -> SimpleNamespace:

@@ -441,9 +441,9 @@ def test_after_ctrl_c_nothing_runs_on_and_the_model_serves(tiny_llm, hello, monk
 def test_requests_are_served_while_programs_are_compiled(tiny_folder, monkeypatch, hello):
     make_step, go_on = runner.make_step, threading.Event()
 
-    def slow_make_step(model, bucket, *args):
-        assert bucket.num_tokens == 32 or go_on.wait(60)
-        return make_step(model, bucket, *args)
+    def slow_make_step(model, layout, *args):
+        assert layout.bucket.num_tokens == 32 or go_on.wait(60)
+        return make_step(model, layout, *args)
 
     monkeypatch.setattr(runner, "make_step", slow_make_step)
     llm = LLM(

@@ -19,8 +19,7 @@ from jaxllm.scheduler import (
     StepOutput,
     StepPlan,
     declare_buckets,
-    fields,
-    pick,
+    pick_bucket,
 )
 from jaxllm.scheduler.policy import ByPriority
 
@@ -97,8 +96,7 @@ class FakeDevice:
         self._queue.clear()
 
     def _run(self, batch: StepBatch) -> tuple:
-        layout = fields(batch.bucket, self.config.max_pages_per_seq, self.config.num_groups)
-        step = {name: field.view(batch.buffer) for name, field in layout.items()}
+        step = batch.layout.views(batch.buffer)
         num_seqs, page_size = int(step["num_seqs"][0]), self.config.page_size
         written, read, tokens = set(), set(), {}
         for i in range(num_seqs):
@@ -247,7 +245,7 @@ class Loop:
         if plan is None:
             return None
         self._check(plan)
-        bucket = pick(self.buckets, plan.num_tokens, plan.num_seqs, plan.is_decode_only)
+        bucket = pick_bucket(self.buckets, plan.num_tokens, plan.num_seqs, plan.max_q_len)
         batch = StepBatch.build(plan, scheduler.table, bucket)
         self.in_flight.append((plan, self.device.launch(batch)))
         self.plans.append(plan)

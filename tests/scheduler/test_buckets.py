@@ -2,21 +2,21 @@
 
 import pytest
 
-from jaxllm.scheduler import Bucket, declare_buckets, pick
+from jaxllm.scheduler import Bucket, declare_buckets, pick_bucket
 from jaxllm.scheduler.buckets import compile_order
 
 
 def test_the_buckets_of_a_small_engine():
     assert declare_buckets(512, 32, 4) == (
-        *(Bucket(size, size) for size in (4, 8, 16, 32)),
-        *(Bucket(size, 32) for size in (128, 512)),
+        *(Bucket.decodes(size) for size in (4, 8, 16, 32)),
+        *(Bucket.mixed(size, 32) for size in (128, 512)),
     )
 
 
 def test_the_buckets_of_a_large_engine():
     assert declare_buckets(8192, 256, 8) == (
-        *(Bucket(size, size) for size in (8, 16, 32, 64, 128, 256)),
-        *(Bucket(size, 256) for size in (512, 2048, 8192)),
+        *(Bucket.decodes(size) for size in (8, 16, 32, 64, 128, 256)),
+        *(Bucket.mixed(size, 256) for size in (512, 2048, 8192)),
     )
 
 
@@ -33,13 +33,13 @@ def test_every_step_within_the_bounds_fits(max_num_batched_tokens, max_num_seqs,
     assert min(bucket.num_tokens for bucket in buckets) >= min_tokens
     for num_seqs in {1, 2, max_num_seqs // 2 + 1, max_num_seqs}:
         if num_seqs <= max_num_seqs:
-            bucket = pick(buckets, num_seqs, num_seqs, decode_only=True)
+            bucket = pick_bucket(buckets, num_seqs, num_seqs, max_q_len=1)
             assert bucket.num_tokens == bucket.num_seqs >= num_seqs
-            bucket = pick(buckets, max_num_batched_tokens, num_seqs, decode_only=False)
+            bucket = pick_bucket(buckets, max_num_batched_tokens, num_seqs, max_q_len=2)
             assert not bucket.is_decode_only
-            assert pick(buckets[-1:], num_seqs, num_seqs, decode_only=True) == buckets[-1]
+            assert pick_bucket(buckets[-1:], num_seqs, num_seqs, max_q_len=1) == buckets[-1]
             for num_tokens in range(num_seqs + 1, max_num_batched_tokens + 1):
-                bucket = pick(buckets, num_tokens, num_seqs, decode_only=False)
+                bucket = pick_bucket(buckets, num_tokens, num_seqs, max_q_len=num_tokens - num_seqs + 1)
                 assert not bucket.is_decode_only
                 assert all(
                     bucket.num_tokens <= other.num_tokens
@@ -50,30 +50,42 @@ def test_every_step_within_the_bounds_fits(max_num_batched_tokens, max_num_seqs,
 
 def test_small_mixed_buckets_are_few_and_leave_room_for_a_chunk_beside_each_bucket_of_decodes():
     buckets = declare_buckets(512, 32, 4, with_small_mixed=True)
-    assert set(buckets) - set(declare_buckets(512, 32, 4)) == {Bucket(24, 23), Bucket(48, 32), Bucket(96, 32)}
+    small = set(buckets) - set(declare_buckets(512, 32, 4))
+    assert small == {Bucket.mixed(size, min(size, 32)) for size in (24, 48, 96)}
     buckets = declare_buckets(8192, 256, 8, with_small_mixed=True)
     small = set(buckets) - set(declare_buckets(8192, 256, 8))
-    assert small == {Bucket(24, 23), Bucket(48, 47), Bucket(96, 95), Bucket(192, 191), Bucket(384, 256)}
+    assert small == {Bucket.mixed(size, min(size, 256)) for size in (24, 48, 96, 192, 384)}
     for num_decodes in (16, 32, 64, 128, 256):
-        bucket = pick(buckets, num_decodes + 3, num_decodes, decode_only=False)
+        bucket = pick_bucket(buckets, num_decodes + 3, num_decodes, max_q_len=4)
         assert bucket.num_tokens == 1.5 * num_decodes
 
 
 def test_decodes_take_a_bucket_of_their_own_where_a_small_mixed_one_has_fewer_tokens():
     buckets = declare_buckets(512, 32, 4, with_small_mixed=True)
-    assert pick(buckets, 20, 20, decode_only=True) == Bucket(32, 32)
-    assert pick([Bucket(24, 23), Bucket(512, 32)], 20, 20, decode_only=True) == Bucket(24, 23)
-    assert pick(buckets, 24, 23, decode_only=False) == Bucket(24, 23)
+    assert pick_bucket(buckets, 20, 20, max_q_len=1) == Bucket.decodes(32)
+    assert pick_bucket([Bucket.mixed(24, 24), Bucket.mixed(512, 32)], 20, 20, max_q_len=1) == Bucket.mixed(24, 24)
+    assert pick_bucket(buckets, 24, 23, max_q_len=2) == Bucket.mixed(24, 24)
 
 
-def test_pick_takes_the_cheapest_that_is_ready():
+def test_a_step_gets_the_cheapest_bucket_that_is_ready():
     buckets = declare_buckets(512, 32, 4)
-    assert pick(buckets, 3, 3, decode_only=True) == Bucket(4, 4)
-    assert pick(buckets, 5, 5, decode_only=True) == Bucket(8, 8)
-    assert pick(buckets, 5, 1, decode_only=False) == Bucket(128, 32)
-    assert pick(buckets[-1:], 3, 3, decode_only=True) == Bucket(512, 32)
+    assert pick_bucket(buckets, 3, 3, max_q_len=1) == Bucket.decodes(4)
+    assert pick_bucket(buckets, 5, 5, max_q_len=1) == Bucket.decodes(8)
+    assert pick_bucket(buckets, 5, 1, max_q_len=5) == Bucket.mixed(128, 32)
+    assert pick_bucket(buckets[-1:], 3, 3, max_q_len=1) == Bucket.mixed(512, 32)
     with pytest.raises(ValueError, match="no bucket fits a step of 513 tokens in 1 rows"):
-        pick(buckets, 513, 1, decode_only=False)
+        pick_bucket(buckets, 513, 1, max_q_len=513)
+
+
+def test_a_bucket_says_what_rows_its_steps_may_have_whatever_its_size():
+    assert Bucket.decodes(64) != Bucket.mixed(64, 64)
+    buckets = declare_buckets(64, 64, 4)
+    assert buckets[-2:] == (Bucket.decodes(64), Bucket.mixed(64, 64))
+    assert pick_bucket(buckets, 64, 64, max_q_len=1) == Bucket.decodes(64)
+    assert pick_bucket(buckets, 64, 63, max_q_len=2) == Bucket.mixed(64, 64)
+    verifying = Bucket(max_q_len=4, num_tokens=64, num_seqs=16)
+    assert pick_bucket([*buckets, verifying], 60, 16, max_q_len=4) == verifying
+    assert pick_bucket([*buckets, verifying], 60, 16, max_q_len=5) == Bucket.mixed(64, 64)
 
 
 def sizes_of(buckets):
@@ -88,7 +100,7 @@ def test_what_most_steps_need_is_compiled_first():
     assert sizes_of(order) == ["m512", "d32", "m48", "m24", "d16", "d8", "d4", "m128", "m96"]
     # After three of them a chunk has a short step beside any number of decodes.
     for num_decodes in range(1, 32):
-        assert pick(order[:3], num_decodes + 4, num_decodes + 1, decode_only=False).num_tokens == 48
+        assert pick_bucket(order[:3], num_decodes + 4, num_decodes + 1, max_q_len=4).num_tokens == 48
 
 
 @pytest.mark.parametrize("with_small_mixed", [False, True])

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxllm.scheduler import Request, RequestStatus, StepBatch, pick
+from jaxllm.scheduler import Request, RequestStatus, StepBatch, pick_bucket
 
 
 def propose(loop, expected, num_drafts, rng=None):
@@ -114,7 +114,7 @@ def test_the_batch_tells_drafts_apart(make_loop):
     loop.step()
     loop.scheduler.propose({"r1": [7, 8]})
     plan = loop.scheduler.schedule()
-    bucket = pick(loop.buckets, plan.num_tokens, plan.num_seqs, plan.is_decode_only)
+    bucket = pick_bucket(loop.buckets, plan.num_tokens, plan.num_seqs, plan.max_q_len)
     batch = StepBatch.build(plan, loop.scheduler.table, bucket)
     assert not bucket.is_decode_only
     assert batch.num_draft_tokens[:2].tolist() == plan.num_draft_tokens.tolist() == [0, 2]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxllm.scheduler import Bucket, Request, SamplingRow, StepBatch, fields
+from jaxllm.scheduler import BatchLayout, Bucket, Request, SamplingRow, StepBatch
 
 
 def slow_build(plan, table, bucket):
@@ -80,27 +80,28 @@ def test_build_agrees_with_a_builder_that_goes_token_by_token(make_loop, monkeyp
     assert any(kind[1] for kind in kinds) == (num_ahead > 0)
 
 
-def test_fields_tile_the_buffer_without_gap_or_overlap():
-    layout = fields(Bucket(64, 8), max_pages_per_seq=5, num_groups=2)
+def test_arrays_tile_the_buffer_without_gap_or_overlap():
+    layout = BatchLayout.of(Bucket.mixed(64, 8), max_pages_per_seq=5, num_groups=2)
     end = 0
-    for name, field in layout.items():
+    for name, field in layout.fields.items():
         assert field.offset == end, name
         end += int(np.prod(field.shape))
         assert field.end == end
-    assert layout["page_table"].shape == (2, 8, 5)
+    assert layout.size == end
+    assert layout.fields["page_table"].shape == (2, 8, 5)
 
 
 def test_arrays_are_views_and_floats_are_bit_casts(make_loop):
     loop = make_loop()
     loop.add(Request("a", [1, 2, 3], max_tokens=1, sampling=SamplingRow(temperature=0.5, seed=2**32 - 1)))
     plan = loop.scheduler.schedule()
-    batch = StepBatch.build(plan, loop.scheduler.table, Bucket(64, 8))
-    for name in fields(batch.bucket, loop.config.max_pages_per_seq, 1):
-        assert np.shares_memory(getattr(batch, name), batch.buffer)
+    batch = StepBatch.build(plan, loop.scheduler.table, Bucket.mixed(64, 8))
+    for name, view in batch.layout.views(batch.buffer).items():
+        assert np.shares_memory(view, batch.buffer)
+        assert np.shares_memory(getattr(batch, name), view)
     assert batch.buffer.dtype == np.int32
     assert batch.temperature.dtype == np.float32
-    offset = fields(batch.bucket, loop.config.max_pages_per_seq, 1)["temperature"].offset
-    assert batch.buffer[offset] == np.float32(0.5).view(np.int32)
+    assert batch.buffer[batch.layout.fields["temperature"].offset] == np.float32(0.5).view(np.int32)
     assert batch.seed[0] == -1
 
 
@@ -108,7 +109,7 @@ def test_two_steps_never_share_a_buffer(make_loop):
     loop = make_loop()
     loop.add(Request("a", [1, 2, 3], max_tokens=1))
     plan, table = loop.scheduler.schedule(), loop.scheduler.table
-    first, second = (StepBatch.build(plan, table, Bucket(64, 8)) for _ in range(2))
+    first, second = (StepBatch.build(plan, table, Bucket.mixed(64, 8)) for _ in range(2))
     assert not np.shares_memory(first.buffer, second.buffer)
     assert not np.shares_memory(first.buffer, table.page_table)
 
@@ -117,13 +118,6 @@ def test_a_bucket_that_does_not_fit_is_not_built_for(make_loop):
     loop = make_loop()
     loop.add(Request("a", [1, 2, 3], max_tokens=1))
     plan = loop.scheduler.schedule()
-    for bucket in (Bucket(2, 1), Bucket(8, 8)):
+    for bucket in (Bucket.mixed(2, 1), Bucket.decodes(8)):
         with pytest.raises(AssertionError, match="does not fit"):
             StepBatch.build(plan, loop.scheduler.table, bucket)
-
-
-def test_an_empty_batch_is_all_padding(make_loop):
-    batch = StepBatch.empty(Bucket(8, 8), make_loop().scheduler.table)
-    assert batch.num_seqs[0] == batch.kv_lens.sum() == batch.page_table.sum() == 0
-    assert (batch.rows == 8).all()
-    assert (batch.top_p == 1).all()

@@ -1,0 +1,106 @@
+"""Where the arrays of a step lie in its one buffer."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxllm.scheduler.buckets import Bucket
+
+_INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """Where an array lies in the buffer: `shape` elements of `dtype` (of 4 bytes), from element `offset`."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def end(self) -> int:
+        return self.offset + prod(self.shape)
+
+    def view(self, buffer: np.ndarray) -> np.ndarray:
+        """The array, in the memory of `buffer` (int32)."""
+        return buffer[self.offset : self.end].view(self.dtype).reshape(self.shape)
+
+
+class Offsets(NamedTuple):
+    """Where the arrays begin that the builder writes one by one."""
+
+    token_ids: int
+    positions: int
+    cu_q_lens: int
+    kv_lens: int
+    page_table: int
+    rows: int
+    logits_rows: int
+    from_device: int
+    num_draft_tokens: int
+    num_seqs: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchLayout:
+    """How the arrays of a step lie in one int32 buffer: for the builder, and for who unpacks it.
+
+    bucket: the T and S of the arrays.
+    fields: the arrays, in order and without gaps. Their names and meanings are those of `StepBatch`.
+    offsets: where those begin that are written one by one.
+    sampling: int32[F, S], where the others lie: the F sampling settings, as one array over them.
+    size: elements of the buffer.
+    """
+
+    bucket: Bucket
+    fields: Mapping[str, Field]
+    offsets: Offsets
+    sampling: Field
+    size: int
+
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def of(bucket: Bucket, max_pages_per_seq: int, num_groups: int) -> "BatchLayout":
+        """The layout for steps of this bucket, with so many pages of each group a row (P), and so many groups (G)."""
+        T, S, P, G = bucket.num_tokens, bucket.num_seqs, max_pages_per_seq, num_groups
+        sampling = {
+            "temperature": _FLOAT32,
+            "top_k": _INT32,
+            "top_p": _FLOAT32,
+            "min_p": _FLOAT32,
+            "seed": _INT32,
+            "wants_logprobs": _INT32,
+        }
+        shapes: dict[str, tuple[tuple[int, ...], np.dtype]] = {
+            "token_ids": ((T,), _INT32),
+            "positions": ((T,), _INT32),
+            "cu_q_lens": ((S + 1,), _INT32),
+            "kv_lens": ((S,), _INT32),
+            "page_table": ((G, S, P), _INT32),
+            "rows": ((S,), _INT32),
+            "logits_rows": ((S,), _INT32),
+            "from_device": ((S,), _INT32),
+            "num_draft_tokens": ((S,), _INT32),
+            **{name: ((S,), dtype) for name, dtype in sampling.items()},
+            "num_seqs": ((1,), _INT32),
+        }
+        fields, size = {}, 0
+        for name, (shape, dtype) in shapes.items():
+            fields[name] = Field(size, shape, dtype)
+            size = fields[name].end
+        return BatchLayout(
+            bucket=bucket,
+            fields=MappingProxyType(fields),
+            offsets=Offsets(*(fields[name].offset for name in Offsets._fields)),
+            sampling=Field(fields["temperature"].offset, (len(sampling), S), _INT32),
+            size=size,
+        )
+
+    def views(self, buffer: np.ndarray) -> dict[str, np.ndarray]:
+        """The arrays by their names, in the memory of `buffer` (int32[size])."""
+        return {name: field.view(buffer) for name, field in self.fields.items()}
