@@ -15,7 +15,7 @@ class InFlight:
     def __init__(self, table: RunningTable) -> None:
         self._table = table
         self._plans: deque[StepPlan] = deque()
-        self._awaited: dict[tuple[int, int], Request] = {}  # by the plan's clock and the row
+        self._awaited: dict[tuple[int, int], Request] = {}  # by the plan's step_number and the row
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -34,19 +34,19 @@ class InFlight:
         """Nothing comes of the plan, or nothing more."""
         if plan in self._plans:
             self._plans.remove(plan)
-        for clock, row in [key for key in self._awaited if key[0] == plan.clock]:
-            self._awaited.pop((clock, row)).num_awaited_plans -= 1
+        for step_number, row in [key for key in self._awaited if key[0] == plan.step_number]:
+            self._awaited.pop((step_number, row)).num_awaited_plans -= 1
 
     def await_tokens(self, request: Request, row: int) -> None:
         """The request is going to lose its row; what plans in flight sample for it there still belongs to it."""
         for plan in self._plans:
-            if self._table.released_at[row] < plan.clock and plan.samples[plan.rows == row].any():
-                self._awaited[plan.clock, row] = request
+            if self._table.released_at[row] < plan.step_number and plan.samples[plan.rows == row].any():
+                self._awaited[plan.step_number, row] = request
                 request.num_awaited_plans += 1
 
     def take_awaited(self, plan: StepPlan, row: int) -> Request | None:
         """Whom what the plan sampled in this row belongs to, if its row was taken from it and it has not finished."""
-        request = self._awaited.pop((plan.clock, row), None)
+        request = self._awaited.pop((plan.step_number, row), None)
         if request is None:
             return None
         request.num_awaited_plans -= 1
@@ -56,9 +56,9 @@ class InFlight:
         """Asserts that each pending token is one that a plan will bring. For tests."""
         num_pending_R = np.zeros_like(self._table.num_tokens)
         for plan in self._plans:
-            counts_S = plan.samples & (self._table.released_at[plan.rows] < plan.clock)
+            counts_S = plan.samples & (self._table.released_at[plan.rows] < plan.step_number)
             num_pending_R[plan.rows] += counts_S * (1 if plan.num_draft_tokens is None else 1 + plan.num_draft_tokens)
         assert (num_pending_R == self._table.num_pending_tokens).all(), "a pending token that no step will bring"
         awaited = Counter(map(id, self._awaited.values()))
         assert all(awaited[id(request)] == request.num_awaited_plans for request in self._awaited.values())
-        assert {clock for clock, _ in self._awaited} <= {plan.clock for plan in self._plans}
+        assert {number for number, _ in self._awaited} <= {plan.step_number for plan in self._plans}

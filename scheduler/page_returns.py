@@ -57,12 +57,12 @@ class PageReturns:
         request.move_to(RequestStatus.WAITING_FOR_PAGES)
         self._pages.begin_load(request, prefix, shared_pages)
 
-    def is_prefetch_due(self, first: Request | None, clock: int) -> bool:
+    def is_prefetch_due(self, first: Request | None, step_number: int) -> bool:
         """Whether it is time to look at the next requests, `first` of which is the first: what lies where changes in
         each step, but a look costs what their prompts are long."""
-        if first is None or (first is self._last_first and clock < self._next_look):
+        if first is None or (first is self._last_first and step_number < self._next_look):
             return False
-        self._last_first, self._next_look = first, clock + _STEPS_BETWEEN_LOOKS
+        self._last_first, self._next_look = first, step_number + _STEPS_BETWEEN_LOOKS
         return True
 
     def prefetch(self, num_row_pages: int, first_waiting: Callable[[], Request | None]) -> None:

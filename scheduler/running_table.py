@@ -47,8 +47,9 @@ class RunningTable:
     sampling: int32[6, R], the bits of the `SamplingRow`, one field after the other.
     tenant: int64[R], the tenant's number.
     priority: int64[R]; the least there is for a free row.
-    released_at: int64[R], the `clock` at which a request left the row last.
-    clock: counts plans; given to each plan, so that a row whose `released_at` is not before it has changed hands.
+    released_at: int64[R], the `step_number` at which a request left the row last.
+    step_number: counts plans. Each plan has its number; a row has changed hands if its `released_at` is that or a
+        later one.
     requests: object[R], who owns each row, or None. The numbers of a free row are 0.
     """
 
@@ -73,7 +74,7 @@ class RunningTable:
         self.tenant = np.zeros(num_rows, np.int64)
         self.priority = np.full(num_rows, _NO_PRIORITY)
         self.released_at = np.full(num_rows, -1, np.int64)
-        self.clock = 0
+        self.step_number = 0
         self.last_release = -1
         self.num_verifying = 0
         self.requests = np.full(num_rows, None, object)
@@ -141,7 +142,7 @@ class RunningTable:
             self.num_verifying -= int(np.count_nonzero(self.is_verifying[rows]))
             self.is_verifying[rows] = False
         self.priority[rows] = _NO_PRIORITY
-        self.released_at[rows] = self.last_release = self.clock
+        self.released_at[rows] = self.last_release = self.step_number
         self.requests[rows] = None
         self._free_rows += rows.tolist()
         if self.has_windows:

@@ -212,7 +212,7 @@ class Scheduler:
         self._planner.in_flight.pop(plan)
         self._planner.pacing.note_result(plan, self._clock())
         table, rows, token_ids, others = self.table, plan.rows, sampled_token_ids, None
-        if plan.num_draft_tokens is not None or table.last_release >= plan.clock:
+        if plan.num_draft_tokens is not None or table.last_release >= plan.step_number:
             counts_S, others = self._take_in_others(plan, sampled_token_ids, num_sampled_tokens)
             rows, token_ids = rows[counts_S], sampled_token_ids.reshape(len(rows), -1)[counts_S, 0]
         elif not plan.all_sample:
@@ -251,7 +251,7 @@ class Scheduler:
         ended = []
         for index in np.flatnonzero(plan.samples & ~is_sound).tolist():
             row = plan.rows.item(index)
-            if self.table.released_at[row] < plan.clock:
+            if self.table.released_at[row] < plan.step_number:
                 request = self.table.requests[row]
             else:
                 request = self._planner.in_flight.take_awaited(plan, row)
@@ -365,7 +365,7 @@ class Scheduler:
         Returns bool[S], where it is the next token of a running row, and (row, request, its new tokens) of the others.
         """
         table, others = self.table, []
-        is_gone_S = table.released_at[plan.rows] >= plan.clock
+        is_gone_S = table.released_at[plan.rows] >= plan.step_number
         is_simple_S = plan.samples & ~is_gone_S
         if plan.num_draft_tokens is not None:
             is_simple_S &= plan.num_draft_tokens == 0

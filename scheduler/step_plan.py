@@ -13,7 +13,7 @@ class StepPlan:
     """One step, exact and unpadded: which rows of the running table run, and how many tokens each.
 
     Rows with one token come first, then the others: chunks of prompts, and drafts to verify. A plan holds for the
-    moment at which it was made: by the time its result is known, a row may have changed hands, which `clock` tells.
+    moment at which it was made: by the time its result is known, a row may have changed hands. Its `step_number` tells.
 
     rows: int64[S], rows of the running table.
     num_scheduled_tokens: int32[S], tokens of the row in this step.
@@ -27,7 +27,7 @@ class StepPlan:
         None if no row has any.
     num_decodes: the number of leading rows that have exactly one token.
     num_tokens: T, tokens in the step.
-    clock: the number of the plan (`RunningTable.clock`).
+    step_number: the number of the plan (`RunningTable.step_number`).
     started: the requests that got their row in this step.
     time: when it was made, by the scheduler's clock.
     """
@@ -41,7 +41,7 @@ class StepPlan:
     num_draft_tokens: np.ndarray | None
     num_decodes: int
     num_tokens: int
-    clock: int
+    step_number: int
     started: list[Request]
     time: float
 

@@ -85,7 +85,7 @@ class StepPlanner:
     @property
     def all_steps(self) -> StepTokens:
         """Tokens of all plans."""
-        num_budget_tokens = self.table.clock * self.config.max_num_batched_tokens
+        num_budget_tokens = self.table.step_number * self.config.max_num_batched_tokens
         num_decode_tokens = self._mixed_steps.num_decode_tokens + self._num_other_tokens
         return replace(self._mixed_steps, num_decode_tokens=num_decode_tokens, num_budget_tokens=num_budget_tokens)
 
@@ -320,7 +320,7 @@ class StepPlanner:
 
     def _prefetch(self, reading_row: int | None) -> None:
         """Lets pages of the next requests set out, beyond what the running rows need."""
-        if self.returns.is_prefetch_due(self._first_waiting(), self.table.clock):
+        if self.returns.is_prefetch_due(self._first_waiting(), self.table.step_number):
             self.pages.begin_admissions(reading_row)
             num_row_pages = self.num_running * self.config.num_groups
             if self._prompt_row is not None:
@@ -377,7 +377,7 @@ class StepPlanner:
             if num_draft_R.any():
                 num_draft_S = num_draft_R[rows]
                 table.begin_verification()
-        table.clock += 1
+        table.step_number += 1
         plan = StepPlan(
             rows=rows,
             num_scheduled_tokens=num_scheduled_S,
@@ -388,7 +388,7 @@ class StepPlanner:
             num_draft_tokens=num_draft_S,
             num_decodes=num_decodes,
             num_tokens=num_tokens,
-            clock=table.clock,
+            step_number=table.step_number,
             started=self._started,
             time=now,
         )

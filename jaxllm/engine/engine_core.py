@@ -209,7 +209,7 @@ class EngineCore:
         self._wait_s += time.perf_counter() - start
         if not is_sound.all():
             self._end_unsound(plan, is_sound == 1)
-        rows_are_theirs = self.scheduler.table.last_release < plan.clock
+        rows_are_theirs = self.scheduler.table.last_release < plan.step_number
         output = self.scheduler.update(plan, sampled_token_ids)
         logprobs = handle.logprobs() if wants_logprobs else None
         self._reports.append(plan, output, logprobs, rows_are_theirs=rows_are_theirs)
@@ -250,8 +250,8 @@ class EngineCore:
         failed = self._current
         if failed is None or not self.runner.is_usable:
             raise error
-        plans = [failed, *(plan for plan, _, _ in self._in_flight if plan.clock > failed.clock)]
-        self._in_flight = deque(step for step in self._in_flight if step.plan.clock < failed.clock)
+        plans = [failed, *(plan for plan, _, _ in self._in_flight if plan.step_number > failed.step_number)]
+        self._in_flight = deque(step for step in self._in_flight if step.plan.step_number < failed.step_number)
         rows = np.unique(np.concatenate([plan.rows for plan in plans]))
         requests = [request for request in self.scheduler.table.requests[rows].tolist() if request is not None]
         for request in requests:

@@ -16,7 +16,7 @@ def test_a_request_gets_its_tokens_back_and_leaves_a_blank_row(make_config):
     assert request.output_token_ids == [42]
     assert table.release(np.array([row])) == [[5]]
     assert (request.prompt_token_ids, request.output_token_ids) == ([1, 2, 3], [42])
-    assert table.released_at[row] == table.last_release == table.clock
+    assert table.released_at[row] == table.last_release == table.step_number
     table.check_integrity()
     table.token_ids[row] = -1
     assert request.output_token_ids == [42], "a view of a row that is somebody else's now"
