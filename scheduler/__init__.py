@@ -10,8 +10,9 @@ from jaxllm.scheduler.buckets import Bucket, declare_buckets, pick_bucket
 from jaxllm.scheduler.config import SchedulerConfig, TenantConfig
 from jaxllm.scheduler.errors import RequestRefusedError, SchedulerBusyError, SchedulerConfigError
 from jaxllm.scheduler.page_moves import PageMoves
-from jaxllm.scheduler.request import Request, RequestStatus, SamplingRow
+from jaxllm.scheduler.request import Request, RequestStatus
 from jaxllm.scheduler.running_table import RunningTable
+from jaxllm.scheduler.sampling_row import SamplingRow
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler.stats import SchedulerStats, StepTokens
 from jaxllm.scheduler.step_batch import StepBatch

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxllm.scheduler.buckets import Bucket
+from jaxllm.scheduler.sampling_row import SamplingRow
 
-_INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
+_INT32 = np.dtype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +54,15 @@ class BatchLayout:
     bucket: the T and S of the arrays.
     fields: the arrays, in order and without gaps. Their names and meanings are those of `StepBatch`.
     offsets: where those begin that are written one by one.
-    sampling: int32[F, S], where the others lie: the F sampling settings, as one array over them.
+    sampling_names: those of the F sampling settings, which follow each other.
+    sampling: int32[F, S], one array over all of them.
     size: elements of the buffer.
     """
 
     bucket: Bucket
     fields: Mapping[str, Field]
     offsets: Offsets
+    sampling_names: tuple[str, ...]
     sampling: Field
     size: int
 
@@ -68,14 +71,7 @@ class BatchLayout:
     def of(bucket: Bucket, max_pages_per_seq: int, num_groups: int) -> "BatchLayout":
         """The layout for steps of this bucket, with so many pages of each group a row (P), and so many groups (G)."""
         T, S, P, G = bucket.num_tokens, bucket.num_seqs, max_pages_per_seq, num_groups
-        sampling = {
-            "temperature": _FLOAT32,
-            "top_k": _INT32,
-            "top_p": _FLOAT32,
-            "min_p": _FLOAT32,
-            "seed": _INT32,
-            "wants_logprobs": _INT32,
-        }
+        sampling = SamplingRow.dtypes()
         shapes: dict[str, tuple[tuple[int, ...], np.dtype]] = {
             "token_ids": ((T,), _INT32),
             "positions": ((T,), _INT32),
@@ -89,7 +85,7 @@ class BatchLayout:
             **{name: ((S,), dtype) for name, dtype in sampling.items()},
             "num_seqs": ((1,), _INT32),
         }
-        fields, size = {}, 0
+        fields, size = dict[str, Field](), 0
         for name, (shape, dtype) in shapes.items():
             fields[name] = Field(size, shape, dtype)
             size = fields[name].end
@@ -97,7 +93,8 @@ class BatchLayout:
             bucket=bucket,
             fields=MappingProxyType(fields),
             offsets=Offsets(*(fields[name].offset for name in Offsets._fields)),
-            sampling=Field(fields["temperature"].offset, (len(sampling), S), _INT32),
+            sampling_names=tuple(sampling),
+            sampling=Field(fields[next(iter(sampling))].offset, (len(sampling), S), _INT32),
             size=size,
         )
 

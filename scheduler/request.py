@@ -1,20 +1,20 @@
 """What a client asked for, and how far it has come."""
 
 import enum
-import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jaxllm.scheduler.errors import RequestRefusedError
+from jaxllm.scheduler.sampling_row import SamplingRow
 
 if TYPE_CHECKING:
     from jaxllm.scheduler.running_table import RunningTable
 
 _MAX_INT32 = 2**31 - 1
 _NO_TOKENS = np.zeros(0, np.int32)
+_GREEDY = SamplingRow()
 
 
 class RequestStatus(enum.Enum):
@@ -58,47 +58,6 @@ _MOVES = {
     RequestStatus.DECODING: {RequestStatus.PREEMPTED, *_FINISHED},
     RequestStatus.PREEMPTED: {RequestStatus.PREFILLING, RequestStatus.WAITING_FOR_PAGES, *_FINISHED},
 }
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingRow:
-    """The sampling settings that travel with a request's row to the device.
-
-    temperature: 0 takes the likeliest token.
-    top_k: sample among the k likeliest tokens; 0 is off.
-    top_p: sample among the likeliest tokens that together reach this probability, in (0, 1]; 1 is off.
-    min_p: drop tokens less likely than this fraction of the likeliest one, in [0, 1]; 0 is off.
-    seed: uint32. The same seed at the same position draws the same number, so that a token that is sampled a
-        second time after a preemption comes out the same.
-    wants_logprobs: whether each token is to come with log-probabilities.
-    bits: int32[6], the settings in this order, floats and the seed bit-cast.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    wants_logprobs: bool = False
-    bits: np.ndarray = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        for name, is_allowed, allowed in (
-            ("temperature", 0.0 <= self.temperature < float("inf"), "a finite number, 0 or more"),
-            ("top_k", 0 <= self.top_k <= _MAX_INT32, f"from 0 to {_MAX_INT32:,}"),
-            ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
-            ("min_p", 0.0 <= self.min_p <= 1.0, "from 0 to 1"),
-            ("seed", 0 <= self.seed < 2**32, f"from 0 to {2**32 - 1:,}"),
-        ):
-            if not is_allowed:
-                raise RequestRefusedError(f"{name} is {getattr(self, name)}; it must be {allowed}", param=name)
-
-        settings = (self.temperature, self.top_k, self.top_p, self.min_p, self.seed, self.wants_logprobs)
-        packed = struct.pack("=fiffIi", *settings)
-        object.__setattr__(self, "bits", np.frombuffer(packed, np.int32))
-
-
-GREEDY = SamplingRow()
 
 
 class Request:
@@ -148,7 +107,7 @@ class Request:
         cache_salt: str = "",
         adapter_id: str = "",
         is_ready: bool = True,
-        sampling: SamplingRow = GREEDY,
+        sampling: SamplingRow = _GREEDY,
     ) -> None:
         self.request_id = request_id
         self.max_tokens = max_tokens

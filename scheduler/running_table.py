@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxllm.scheduler.config import SchedulerConfig
 from jaxllm.scheduler.request import Request
+from jaxllm.scheduler.sampling_row import SamplingRow
 from jaxllm.scheduler.windows import num_left_pages, num_window_pages
 
 _STOP_BITS = 0xFFFF
@@ -44,7 +45,8 @@ class RunningTable:
     has_windows: whether any group has one.
     num_slots: int32[R], tokens that the pages hold.
     num_registered_pages: int32[R], of the first pages: those that the prefix cache was told of.
-    sampling: int32[6, R], the bits of the `SamplingRow`, one field after the other.
+    sampling: int32[F, R+1], the bits of each row's `SamplingRow`, one setting after the other. The last column is that
+        of padding rows.
     tenant: int64[R], the tenant's number.
     priority: int64[R]; the least there is for a free row.
     released_at: int64[R], the `step_number` at which a request left the row last.
@@ -70,7 +72,7 @@ class RunningTable:
         self.group_tables = list(self.page_table)
         self.first_page = np.zeros((config.num_groups, num_rows), np.int32)
         self.has_windows = any(config.windows)
-        self.sampling = np.zeros((6, num_rows), np.int32)
+        self.sampling = np.repeat(SamplingRow().bits[:, None], num_rows + 1, axis=1)
         self.tenant = np.zeros(num_rows, np.int64)
         self.priority = np.full(num_rows, _NO_PRIORITY)
         self.released_at = np.full(num_rows, -1, np.int64)

@@ -28,9 +28,7 @@ class StepBatch:
     logits_rows: int32[S], the index among the T of the row's last token; 0 for padding.
     from_device: int32[S], 1 if the row's one token is what the device sampled for it last, else 0.
     num_draft_tokens: int32[S], how many of the row's last tokens are drafts to verify; 0 for padding.
-    temperature, top_p, min_p: float32[S]; top_k: int32[S]. See `SamplingRow`; greedy for padding.
-    seed: int32[S], the bits of a uint32.
-    wants_logprobs: int32[S], 1 if the row's token is to come with log-probabilities, else 0.
+    temperature, top_k and so on: each setting of `SamplingRow`, [S].
     num_seqs: int32[1], the number of rows that are not padding.
     """
 
@@ -86,14 +84,12 @@ class StepBatch:
             page_table_SP = buffer[start : start + S * P].reshape(S, P)
             page_table_SP[:num_seqs, first:num_pages] = page_table_RP[:, first:num_pages].take(rows, axis=0)
             start += S * P
-        buffer[at.rows : at.rows + num_seqs] = rows
-        buffer[at.rows + num_seqs : at.rows + S] = table.num_rows
+        rows_S = buffer[at.rows : at.rows + S]
+        rows_S[:num_seqs], rows_S[num_seqs:] = rows, table.num_rows
+        table.sampling.take(rows_S, axis=1, out=layout.sampling.view(buffer), mode="clip")
         buffer[at.from_device : at.from_device + num_seqs] = plan.from_device
         if plan.num_draft_tokens is not None:
             buffer[at.num_draft_tokens : at.num_draft_tokens + num_seqs] = plan.num_draft_tokens
-        sampling = layout.sampling.view(buffer)
-        sampling[:, :num_seqs] = table.sampling.take(rows, axis=1)
-        sampling[_TOP_P, num_seqs:] = _ONE
         buffer[at.num_seqs] = num_seqs
         return cls(layout, buffer)
 
@@ -104,7 +100,3 @@ def _numbers(number: int) -> np.ndarray:
     numbers = np.arange(number + 1, dtype=np.int32)
     numbers.flags.writeable = False
     return numbers
-
-
-_TOP_P = 2
-_ONE = np.float32(1.0).view(np.int32)

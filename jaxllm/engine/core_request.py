@@ -6,6 +6,10 @@ from typing import Any
 from jaxllm.engine.engine_info import EngineInfo
 from jaxllm.errors import InvalidRequestError
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.scheduler import SamplingRow
+
+_GREEDY = SamplingRow()
+_OPTIONS = SamplingRow.dtypes().keys() - {"seed", "wants_logprobs"}  # of SamplingParams too, with the same meaning
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,6 +21,7 @@ class CoreRequest:
     max_tokens: None is until the context is full.
     stop_token_ids: all tokens that end it, the model's own end tokens too unless they are to be ignored.
     seed: uint32; None lets the core draw one.
+    sampling: its seed and its wants_logprobs are left to the core.
     num_logprobs: None for no log-probabilities, else how many of the likeliest tokens come with each token's own.
     arrival_time: by ``time.monotonic``, which all processes of a machine share.
     timeout_s, queue_timeout_s: from arrival_time on.
@@ -28,10 +33,7 @@ class CoreRequest:
     max_tokens: int | None = None
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    sampling: SamplingRow = _GREEDY
     seed: int | None = None
     num_logprobs: int | None = None
     priority: int = 0
@@ -68,10 +70,7 @@ class CoreRequest:
             max_tokens=params.max_tokens,
             min_tokens=params.min_tokens,
             stop_token_ids=(*(params.stop_token_ids or ()), *(() if params.ignore_eos else info.eos_token_ids)),
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
+            sampling=SamplingRow(**{name: getattr(params, name) for name in _OPTIONS}),
             num_logprobs=params.logprobs,
             streams=streams or bool(params.stop),
             **options,

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -33,7 +33,6 @@ from jaxllm.scheduler import (
     Request,
     RequestRefusedError,
     RequestStatus,
-    SamplingRow,
     Scheduler,
     SchedulerBusyError,
     SchedulerConfig,
@@ -126,11 +125,8 @@ class EngineCore:
                 deadline=None if wait_s is None else arrival + wait_s,
                 queue_deadline=None if queue_wait_s is None else arrival + queue_wait_s,
                 cache_salt=request.cache_salt,
-                sampling=SamplingRow(
-                    temperature=request.temperature,
-                    top_k=request.top_k,
-                    top_p=request.top_p,
-                    min_p=request.min_p,
+                sampling=replace(
+                    request.sampling,
                     seed=self._seeds.getrandbits(32) if request.seed is None else request.seed,
                     wants_logprobs=request.num_logprobs is not None,
                 ),

@@ -10,7 +10,7 @@ CPU, and would gather a vocabulary that is sharded over the mesh.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -24,14 +24,8 @@ NUM_TOP_LOGPROBS = 20
 _INFINITY_BITS = 0x7F800000  # of a float32; greater patterns are NaN
 
 
-class SamplingArrays(NamedTuple):
-    """The sampling settings of a step's rows, each [S]."""
-
-    temperature: jax.Array  # float32, 0 or at least 1e-5; 0 takes the most likely token
-    top_k: jax.Array  # int32; 0 is off
-    top_p: jax.Array  # float32; 1 is off
-    min_p: jax.Array  # float32; 0 is off
-    seed: jax.Array  # int32, the bits of a uint32
+SamplingArrays = Mapping[str, jax.Array]
+"""The settings of a step's rows, each [S], by the names in `SamplingRow`. A temperature is 0 or at least 1e-5."""
 
 
 class Sampled(NamedTuple):
@@ -49,12 +43,12 @@ def sample(logits_SV: jax.Array, params: SamplingArrays, positions_S: jax.Array)
     the row's number, or the padding of S. Equal logits at a filter's cut are all kept. A greedy row takes the
     first of its best tokens.
     """
-    greedy_S = params.temperature == 0.0
+    greedy_S = params["temperature"] == 0.0
     # NaN counts as infinite, since XLA's reductions may pass over it.
     max_S1 = jnp.max(jnp.where(jnp.isnan(logits_SV), jnp.inf, logits_SV), axis=1, keepdims=True)
 
     def some_random() -> jax.Array:
-        noise_SV = _gumbel(_random_bits(params.seed, positions_S, logits_SV.shape[1]))
+        noise_SV = _gumbel(_random_bits(params["seed"], positions_S, logits_SV.shape[1]))
         scores_SV = noise_SV - truncate(logits_SV, max_S1, params)
         scores_SV = jnp.where(greedy_S[:, None], logits_SV, scores_SV)
         return _first(scores_SV, jnp.max(scores_SV, axis=1, keepdims=True))
@@ -99,15 +93,15 @@ def truncate(logits_SV: jax.Array, max_S1: jax.Array, params: SamplingArrays) ->
     ``max_S1`` holds the rows' greatest logits. A random row samples from the softmax of its negated distances. A
     greedy row's mean nothing.
     """
-    random_S = params.temperature > 0.0
-    temperature_S = jnp.where(random_S, params.temperature, 1.0)
+    random_S = params["temperature"] > 0.0
+    temperature_S = jnp.where(random_S, params["temperature"], 1.0)
     distances_SV = (max_S1 - logits_SV) / temperature_S[:, None]  # NaN if all are -inf: within no radius
 
     # A probability of at least min_p times the greatest one.
-    distances_SV = _within(distances_SV, -jnp.log(params.min_p))
-    top_k_S = jnp.where(random_S & (params.top_k > 0), params.top_k.astype(jnp.float32), jnp.inf)
+    distances_SV = _within(distances_SV, -jnp.log(params["min_p"]))
+    top_k_S = jnp.where(random_S & (params["top_k"] > 0), params["top_k"].astype(jnp.float32), jnp.inf)
     distances_SV = _nearest(distances_SV, jnp.ones_like, top_k_S)
-    top_p_S = jnp.where(random_S & (params.top_p < 1.0), params.top_p, jnp.inf)
+    top_p_S = jnp.where(random_S & (params["top_p"] < 1.0), params["top_p"], jnp.inf)
     return _nearest(distances_SV, _probabilities, top_p_S)
 
 
@@ -158,7 +152,7 @@ def _random_bits(seed_S: jax.Array, positions_S: jax.Array, vocab_size: int) -> 
         key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
         return jax.random.bits(key, (vocab_size,), jnp.uint32)
 
-    return jax.vmap(draw)(lax.bitcast_convert_type(seed_S, jnp.uint32), positions_S)
+    return jax.vmap(draw)(seed_S, positions_S)
 
 
 def _gumbel(bits: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxllm.engine.sampler import Logprobs, SamplingArrays, logprobs, sample
+from jaxllm.engine.sampler import Logprobs, logprobs, sample
 from jaxllm.layers.attention import StepMetadata
 from jaxllm.layers.kv_caches import KVCaches
 from jaxllm.layers.layer_groups import LayerGroups
@@ -30,7 +30,7 @@ def unpack(packed: Array, layout: BatchLayout) -> dict[str, Array]:
     arrays = {}
     for name, field in layout.fields.items():
         array = packed[field.offset : field.end].reshape(field.shape)
-        arrays[name] = lax.bitcast_convert_type(array, jnp.float32) if field.dtype == np.float32 else array
+        arrays[name] = array if field.dtype == np.int32 else lax.bitcast_convert_type(array, field.dtype)
     return arrays
 
 
@@ -64,11 +64,11 @@ def make_step(model: Model, layout: BatchLayout, groups: LayerGroups, implementa
         hidden_TD = module(token_ids_T, caches, metadata)
         logits_SV = module.logits(hidden_TD[logits_rows_S])
 
-        sampling = SamplingArrays(*(batch[name] for name in SamplingArrays._fields))
+        sampling = {name: batch[name] for name in layout.sampling_names}
         token_ids_S, is_sound_S = sample(logits_SV, sampling, batch["positions"][logits_rows_S] + 1)
         result = StepResult(
             sampled=jnp.stack([token_ids_S, is_sound_S.astype(jnp.int32)]),
-            logprobs=logprobs(logits_SV, token_ids_S, batch["wants_logprobs"] == 1),
+            logprobs=logprobs(logits_SV, token_ids_S, sampling["wants_logprobs"] == 1),
         )
         return caches.arrays, last_token_ids.at[rows_S].set(token_ids_S), result
 

@@ -7,6 +7,7 @@ import pytest
 from scipy.stats import chisquare, gumbel_r
 
 from jaxllm.engine.sampler import SamplingArrays, _gumbel, sample, truncate
+from jaxllm.scheduler import SamplingRow
 
 jitted_sample = jax.jit(sample)
 
@@ -29,17 +30,13 @@ def strict_dtypes() -> Iterator[None]:
         yield
 
 
-def settings(num_rows, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0) -> SamplingArrays:
-    def rows(value, dtype):
-        return jnp.asarray(np.broadcast_to(np.asarray(value, dtype), (num_rows,)))
-
-    return SamplingArrays(
-        temperature=rows(temperature, np.float32),
-        top_k=rows(top_k, np.int32),
-        top_p=rows(top_p, np.float32),
-        min_p=rows(min_p, np.float32),
-        seed=rows(seed, np.int32),
-    )
+def settings(num_rows, **of_rows) -> SamplingArrays:
+    """Numbers for all rows, or an array with one for each; temperature 1 and the other settings off, if left out."""
+    values = vars(SamplingRow(temperature=1.0)) | of_rows
+    return {
+        name: jnp.asarray(np.broadcast_to(np.asarray(values[name]).astype(dtype), (num_rows,)))
+        for name, dtype in SamplingRow.dtypes().items()
+    }
 
 
 def kept(logits_SV, params: SamplingArrays) -> np.ndarray:

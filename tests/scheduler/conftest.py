@@ -127,7 +127,7 @@ class FakeDevice:
         sampled = np.full((num_seqs, 1 + num_drafts.max()), NOTHING, np.int32)
         num_sampled = np.zeros(num_seqs, np.int32)
         for i in range(num_seqs):
-            kv_len, seed = step["kv_lens"][i], int(step["seed"][i : i + 1].view(np.uint32)[0])
+            kv_len, seed = step["kv_lens"][i], int(step["seed"][i])
             for length in range(int(kv_len - num_drafts[i]), int(kv_len) + 1):
                 groups = zip(self.config.windows, step["page_table"], strict=True)
                 token = next_token([self._seen(table_SP[i], length, window) for window, table_SP in groups], seed)

@@ -14,7 +14,7 @@ def slow_build(plan, table, bucket):
         "cu_q_lens": [0],
         "page_table": [[] for _ in table.page_table],
         **{name: [] for name in ("kv_lens", "rows", "logits_rows", "from_device")},
-        **{name: [] for name in ("temperature", "top_k", "top_p", "min_p", "seed")},
+        **{name: [] for name in SamplingRow.dtypes()},
         "num_seqs": [len(plan.rows)],
     }
     for i, row in enumerate(plan.rows.tolist()):
@@ -32,10 +32,8 @@ def slow_build(plan, table, bucket):
         batch["rows"].append(row)
         batch["logits_rows"].append(len(batch["token_ids"]) - 1)
         batch["from_device"].append(int(plan.from_device[i]))
-        sampling = table.requests[row].sampling
-        for name in ("temperature", "top_k", "top_p", "min_p"):
-            batch[name].append(getattr(sampling, name))
-        batch["seed"].append(sampling.seed if sampling.seed < 2**31 else sampling.seed - 2**32)
+        for name in SamplingRow.dtypes():
+            batch[name].append(getattr(table.requests[row].sampling, name))
     num_tokens = len(batch["token_ids"])
     for _ in range(bucket.num_tokens - num_tokens):
         batch["token_ids"].append(0)
@@ -45,9 +43,10 @@ def slow_build(plan, table, bucket):
         for group_tables in batch["page_table"]:
             group_tables.append([0] * table.page_table.shape[2])
         batch["rows"].append(table.num_rows)
-        batch["top_p"].append(1.0)
-        for name in ("kv_lens", "logits_rows", "from_device", "temperature", "top_k", "min_p", "seed"):
+        for name in ("kv_lens", "logits_rows", "from_device"):
             batch[name].append(0)
+        for name in SamplingRow.dtypes():
+            batch[name].append(getattr(SamplingRow(), name))
     return batch
 
 
@@ -72,6 +71,7 @@ def test_build_agrees_with_a_builder_that_goes_token_by_token(make_loop, monkeyp
             top_p=float(rng.random()) + 1e-3,
             min_p=float(rng.random()),
             seed=int(rng.integers(0, 2**32)),
+            wants_logprobs=bool(rng.integers(0, 2)),
         )
         prompt = rng.integers(0, 61, rng.integers(1, 60)).tolist()
         loop.add(Request(f"r{index}", prompt, max_tokens=int(rng.integers(1, 40)), sampling=sampling))
@@ -102,7 +102,8 @@ def test_arrays_are_views_and_floats_are_bit_casts(make_loop):
     assert batch.buffer.dtype == np.int32
     assert batch.temperature.dtype == np.float32
     assert batch.buffer[batch.layout.fields["temperature"].offset] == np.float32(0.5).view(np.int32)
-    assert batch.seed[0] == -1
+    assert batch.seed.dtype == np.uint32
+    assert batch.seed[0] == 2**32 - 1
 
 
 def test_two_steps_never_share_a_buffer(make_loop):
