@@ -16,13 +16,14 @@ import argparse
 import json
 import subprocess
 from collections import deque
+from functools import cache
 from pathlib import Path
 from time import perf_counter
 
 import numpy as np
 from peers.host_load import LOADS, STOP_TOKEN_ID, max_num_batched_tokens, num_unfinished, sampled_token_ids
 
-from jaxllm.scheduler import Request, Scheduler, SchedulerConfig, StepBatch, declare_buckets, pick_bucket
+from jaxllm.scheduler import Request, SampledTokens, Scheduler, SchedulerConfig, StepBatch, declare_buckets, pick_bucket
 
 HERE = Path(__file__).resolve().parent
 PHASES = ("schedule", "build", "launch", "update")
@@ -41,6 +42,7 @@ def measure(load: str, num_rows: int, args: argparse.Namespace) -> np.ndarray:
     scheduler = Scheduler(config)
     arrivals = LOADS[load](num_rows, args.max_model_len)
     results = np.array(sampled_token_ids(num_rows), np.int32)
+    sampled = cache(lambda num_seqs: SampledTokens.one_each(results[:num_seqs]))
     in_flight: deque = deque()
     most = num_unfinished(num_rows)
     seconds, num_added = [], 0
@@ -58,7 +60,7 @@ def measure(load: str, num_rows: int, args: argparse.Namespace) -> np.ndarray:
         bucket = pick_bucket(buckets, plan.num_tokens, plan.num_seqs, plan.max_q_len)
         StepBatch.build(plan, scheduler.table, bucket)
         marks.append(perf_counter())
-        in_flight.append((plan, results[: plan.num_seqs]))
+        in_flight.append((plan, sampled(plan.num_seqs)))
         marks.append(perf_counter())
         if len(in_flight) > 1:
             scheduler.update(*in_flight.popleft())

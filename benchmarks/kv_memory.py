@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxllm.layers.layer_groups import LayerGroups
-from jaxllm.scheduler import Request, Scheduler, SchedulerConfig
+from jaxllm.scheduler import Request, SampledTokens, Scheduler, SchedulerConfig
 
 PAGE_SIZE = 64
 MAX_CHUNK_TOKENS = 2048
@@ -78,7 +78,7 @@ def measure(shape: Shape, groups: LayerGroups, num_prompt_tokens: int) -> Memory
     used = {False: 0, True: 0}
     while (plan := scheduler.schedule()) is not None:
         used[plan.is_decode_only] = max(used[plan.is_decode_only], scheduler.stats().num_used_pages)
-        scheduler.update(plan, np.zeros(1, np.int32))
+        scheduler.update(plan, SampledTokens.one_each(np.zeros(1, np.int32)))
     page_bytes = groups.num_arrays * PAGE_SIZE * shape.token_bytes
     return Memory(reading=used[False] * page_bytes, decoding=used[True] * page_bytes)
 

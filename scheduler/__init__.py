@@ -12,6 +12,7 @@ from jaxllm.scheduler.errors import RequestRefusedError, SchedulerBusyError, Sch
 from jaxllm.scheduler.page_moves import PageMoves
 from jaxllm.scheduler.request import Request, RequestStatus
 from jaxllm.scheduler.running_table import RunningTable
+from jaxllm.scheduler.sampled_tokens import SampledTokens
 from jaxllm.scheduler.sampling_row import SamplingRow
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler.stats import SchedulerStats, StepTokens
@@ -27,6 +28,7 @@ __all__ = [
     "RequestRefusedError",
     "RequestStatus",
     "RunningTable",
+    "SampledTokens",
     "SamplingRow",
     "Scheduler",
     "SchedulerBusyError",

@@ -14,6 +14,7 @@ from jaxllm.scheduler.policy import make_policy
 from jaxllm.scheduler.refusals import refuse_if_full, refuse_if_unservable
 from jaxllm.scheduler.request import Request, RequestStatus
 from jaxllm.scheduler.running_table import RunningTable
+from jaxllm.scheduler.sampled_tokens import SampledTokens
 from jaxllm.scheduler.stats import SchedulerStats
 from jaxllm.scheduler.step_plan import StepOutput, StepPlan
 from jaxllm.scheduler.step_planner import StepPlanner
@@ -32,7 +33,7 @@ class Scheduler:
         moves = scheduler.take_page_moves()     # copies to begin before the step, and without one
         batch = StepBatch.build(plan, scheduler.table, bucket)
         handle = runner.launch(batch)
-        output = scheduler.update(previous_plan, previous_handle.result())
+        output = scheduler.update(previous_plan, previous_handle.sampled(previous_plan.num_seqs))
 
     Any number of plans may be made before the first of them is updated; they are updated in the order in
     which they were made. Not thread-safe: one thread owns a scheduler.
@@ -198,23 +199,17 @@ class Scheduler:
         """
         return self._planner.pacing.window_s(self._waiting, self._clock())
 
-    def update(
-        self, plan: StepPlan, sampled_token_ids: np.ndarray, num_sampled_tokens: np.ndarray | None = None
-    ) -> StepOutput:
-        """Takes in the result of the oldest plan in flight.
-
-        sampled_token_ids: int32[S], what the step sampled for each row of the plan. If the plan has drafts,
-            int32[S, K]: the accepted ones and the token after them.
-        num_sampled_tokens: int32[S], if the plan has drafts: how many of the K each row has, 1 or more.
+    def update(self, plan: StepPlan, sampled: SampledTokens) -> StepOutput:
+        """Takes in what the oldest plan in flight has sampled. Requests without a token were ended (`end_unsound`).
 
         A plan whose step failed is never updated: see `drop`.
         """
         self._planner.in_flight.pop(plan)
         self._planner.pacing.note_result(plan, self._clock())
-        table, rows, token_ids, others = self.table, plan.rows, sampled_token_ids, None
+        table, rows, token_ids, others = self.table, plan.rows, sampled.token_ids[:, 0], None
         if plan.num_draft_tokens is not None or table.last_release >= plan.step_number:
-            counts_S, others = self._take_in_others(plan, sampled_token_ids, num_sampled_tokens)
-            rows, token_ids = rows[counts_S], sampled_token_ids.reshape(len(rows), -1)[counts_S, 0]
+            counts_S, others = self._take_in_others(plan, sampled)
+            rows, token_ids = rows[counts_S], token_ids[counts_S]
         elif not plan.all_sample:
             rows, token_ids = rows[plan.samples], token_ids[plan.samples]
         requests = table.requests_of(rows)
@@ -241,15 +236,14 @@ class Scheduler:
         """
         self._planner.in_flight.drop(plan)
 
-    def end_unsound(self, plan: StepPlan, is_sound: np.ndarray) -> list[Request]:
-        """Before the plan's `update`: ends the requests (FINISHED_ERROR) for which the step had nothing to sample from.
-
-        is_sound: bool[S], false where the logits of a row of the plan are no numbers.
+    def end_unsound(self, plan: StepPlan, sampled: SampledTokens) -> list[Request]:
+        """Before the plan's `update`: ends the requests (FINISHED_ERROR) that have no token, as there was nothing to
+        sample from.
 
         Returns the requests. Nobody will find what is in their pages; the other rows of the step are not concerned.
         """
         ended = []
-        for index in np.flatnonzero(plan.samples & ~is_sound).tolist():
+        for index in np.flatnonzero(plan.samples & (sampled.num_tokens == 0)).tolist():
             row = plan.rows.item(index)
             if self.table.released_at[row] < plan.step_number:
                 request = self.table.requests[row]
@@ -357,7 +351,7 @@ class Scheduler:
         self._num_finished[status] += 1
 
     def _take_in_others(
-        self, plan: StepPlan, sampled_token_ids: np.ndarray, num_sampled_tokens: np.ndarray | None
+        self, plan: StepPlan, sampled: SampledTokens
     ) -> tuple[np.ndarray, list[tuple[int, Request, list[int]]]]:
         """Takes in what is not simply the next token of a running row: verified drafts, and tokens of requests that
         were preempted since the plan was made.
@@ -370,14 +364,13 @@ class Scheduler:
         if plan.num_draft_tokens is not None:
             is_simple_S &= plan.num_draft_tokens == 0
         for index in np.flatnonzero(plan.samples & ~is_simple_S).tolist():
-            row, sampled, num_sampled = int(plan.rows[index]), sampled_token_ids[index : index + 1].ravel().tolist(), 1
-            if plan.num_draft_tokens is not None:
-                assert num_sampled_tokens is not None, "a plan with drafts comes back with numbers of tokens"
-                num_sampled = int(num_sampled_tokens[index])
+            row, num_sampled = plan.rows.item(index), sampled.num_tokens.item(index)
             request = self._planner.in_flight.take_awaited(plan, row) if is_gone_S[index] else table.requests[row]
             if request is None:
                 continue
-            token_ids, status = self._up_to_end(request, sampled[:num_sampled], request.num_tokens)
+            token_ids, status = self._up_to_end(
+                request, sampled.token_ids[index, :num_sampled].tolist(), request.num_tokens
+            )
             if is_gone_S[index]:
                 self._waiting.append_tokens(request, token_ids)
             else:

@@ -25,6 +25,7 @@ from jaxllm.scheduler.config import POLICIES, RETURNS, SchedulerConfig
 from jaxllm.scheduler.errors import RequestRefusedError
 from jaxllm.scheduler.page_moves import PageMoves
 from jaxllm.scheduler.request import Request
+from jaxllm.scheduler.sampled_tokens import SampledTokens
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler.stats import SchedulerStats
 from jaxllm.scheduler.step_plan import StepPlan
@@ -167,7 +168,8 @@ def simulate(trace: Sequence[Mapping[str, Any]], config: SchedulerConfig, cost: 
             now = max(now, min(waits))
             continue
         now += cost.seconds(plan)
-        output = scheduler.update(plan, tokens.integers(0, _VOCABULARY, plan.num_seqs, np.int32))
+        sampled = SampledTokens.one_each(tokens.integers(0, _VOCABULARY, plan.num_seqs, np.int32))
+        output = scheduler.update(plan, sampled)
         outcome.num_output_tokens += len(output.token_ids)
         for request in output.requests:
             outcome.ttft_s.setdefault(request.request_id, now - request.arrival_time)

@@ -40,6 +40,7 @@ from jaxllm.scheduler import (
     SchedulerStats,
 )
 from jaxllm.scheduler.buckets import Bucket, pick_bucket
+from jaxllm.scheduler.sampled_tokens import SampledTokens
 from jaxllm.scheduler.step_batch import StepBatch
 from jaxllm.scheduler.step_plan import StepPlan
 
@@ -201,20 +202,20 @@ class EngineCore:
         plan, handle, wants_logprobs = self._in_flight.popleft()
         self._current = plan
         start = time.perf_counter()
-        sampled_token_ids, is_sound = handle.sampled()[:, : plan.num_seqs]
+        sampled = handle.sampled(plan.num_seqs)
         self._wait_s += time.perf_counter() - start
-        if not is_sound.all():
-            self._end_unsound(plan, is_sound == 1)
+        if not sampled.num_tokens.all():
+            self._end_unsound(plan, sampled)
         rows_are_theirs = self.scheduler.table.last_release < plan.step_number
-        output = self.scheduler.update(plan, sampled_token_ids)
+        output = self.scheduler.update(plan, sampled)
         logprobs = handle.logprobs() if wants_logprobs else None
         self._reports.append(plan, output, logprobs, rows_are_theirs=rows_are_theirs)
         self._num_steps += 1
         self._num_output_tokens += len(output.token_ids)
 
-    def _end_unsound(self, plan: StepPlan, is_sound: np.ndarray) -> None:
+    def _end_unsound(self, plan: StepPlan, sampled: SampledTokens) -> None:
         """Ends the requests whose logits are NaN or infinite, with what may help."""
-        if not (ended := self.scheduler.end_unsound(plan, is_sound)):
+        if not (ended := self.scheduler.end_unsound(plan, sampled)):
             return
         if "float16" in (self.config.dtype, self.config.kv_cache_dtype):
             advice = "float16 ends at 65,504: set dtype and kv_cache_dtype to bfloat16 or float32"

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.config import ResolvedConfig
 from jaxllm.engine.compiler_options import compiler_options
+from jaxllm.engine.device_state import DeviceState
 from jaxllm.engine.kv_cache import KV_CACHE_PARTITION, KVCacheLayout, MemoryBudget, memory_limit_bytes
 from jaxllm.engine.page_mover import Move, PageMover
 from jaxllm.engine.sampler import Logprobs
@@ -26,6 +27,7 @@ from jaxllm.models.registry import ModelConfig
 from jaxllm.scheduler import PageMoves
 from jaxllm.scheduler.batch_layout import BatchLayout
 from jaxllm.scheduler.buckets import Bucket, compile_order, declare_buckets
+from jaxllm.scheduler.sampled_tokens import SampledTokens
 from jaxllm.scheduler.step_batch import StepBatch
 from jaxllm.scheduler.windows import num_request_pages
 
@@ -42,10 +44,10 @@ class StepHandle:
 
     _result: StepResult
 
-    def sampled(self) -> np.ndarray:
-        """int32 [2, S]: the token of each row, and whether its logits were sound (1) or it means nothing (0). Waits for
-        the step."""
-        return np.asarray(self._result.sampled)
+    def sampled(self, num_seqs: int) -> SampledTokens:
+        """The tokens of so many rows. Waits for the step."""
+        packed = np.asarray(self._result.sampled)[:, :num_seqs]
+        return SampledTokens(num_tokens=packed[0], token_ids=packed[1:].T)
 
     def logprobs(self) -> Logprobs:
         """As numpy arrays; zeros if no row of the batch wants them. Waits for the step."""
@@ -107,7 +109,7 @@ class Runner:
         if self._mover is not None:
             self._mover.compile(self.num_pages)
         self._kv_pages = self._layout.allocate(self.num_pages)
-        self._last_token_ids = jax.device_put(np.zeros(self._config.max_num_seqs + 1, np.int32), self._whole)
+        self._state = DeviceState.allocate(self._config.max_num_seqs, self._whole)
         self._compiling += [self._executor.submit(self._compile_in_background, bucket) for bucket in self._later]
 
     @property
@@ -123,8 +125,8 @@ class Runner:
     def launch(self, batch: StepBatch) -> StepHandle:
         """Starts a step and returns at once. Its bucket must be ready. Steps run in the order of their launch."""
         packed = jax.device_put(batch.buffer, self._whole)
-        self._kv_pages, self._last_token_ids, result = self._programs[batch.bucket](
-            self._weights, self._kv_pages, self._last_token_ids, packed
+        self._kv_pages, self._state, result = self._programs[batch.bucket](
+            self._weights, self._kv_pages, self._state, packed
         )
         return StepHandle(result)
 
@@ -160,7 +162,7 @@ class Runner:
         """Whether a further step can run: not if one has failed on the device, or on its way there, for then the
         caches that it was given are lost. Waits for the steps in flight."""
         try:
-            jax.block_until_ready([self._kv_pages, self._last_token_ids])
+            jax.block_until_ready([self._kv_pages, self._state])
         except RuntimeError:
             return False
         return True
@@ -237,7 +239,7 @@ class Runner:
         arguments = (
             self._model.structs,
             self._layout.structs(self.num_pages),
-            jax.ShapeDtypeStruct((config.max_num_seqs + 1,), jnp.int32, sharding=self._whole),
+            DeviceState.structs(config.max_num_seqs, self._whole),
             jax.ShapeDtypeStruct((layout.size,), jnp.int32, sharding=self._whole),
         )
         out_shardings = ([self._layout.sharding] * self._layout.num_arrays, self._whole, self._whole)

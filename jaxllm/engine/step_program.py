@@ -1,4 +1,4 @@
-"""The step program: one pure function from the packed step batch to sampled tokens."""
+"""The step program: one pure function from the packed step batch to what the step gives."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jaxllm.engine.device_state import DeviceState
 from jaxllm.engine.sampler import Logprobs, logprobs, sample
 from jaxllm.layers.attention import StepMetadata
 from jaxllm.layers.kv_caches import KVCaches
@@ -16,13 +17,18 @@ from jaxllm.scheduler.batch_layout import BatchLayout
 
 
 class StepResult(NamedTuple):
-    """What a step gives for its rows; that of padding rows and unfinished prompts means nothing."""
+    """What a step gives for its rows, each kind by itself: the host copies those that some row wants. What is given for
+    padding rows and unfinished prompts means nothing.
 
-    sampled: Array  # int32 [2, S]: the token ids, and 1 where the logits were sound; together, as they travel so
-    logprobs: Logprobs  # zeros if no row wants them
+    sampled: int32 [1 + M, S], all of the `SampledTokens`, as they travel together: num_tokens, and then the M tokens.
+    logprobs: zeros if no row wants them.
+    """
+
+    sampled: Array
+    logprobs: Logprobs
 
 
-Step = Callable[[list[Array], list[Array], Array, Array], tuple[list[Array], Array, StepResult]]
+Step = Callable[[list[Array], list[Array], DeviceState, Array], tuple[list[Array], DeviceState, StepResult]]
 
 
 def unpack(packed: Array, layout: BatchLayout) -> dict[str, Array]:
@@ -35,22 +41,20 @@ def unpack(packed: Array, layout: BatchLayout) -> dict[str, Array]:
 
 
 def make_step(model: Model, layout: BatchLayout, groups: LayerGroups, implementation: str | None) -> Step:
-    """The step function of the layout's bucket: (weights, kv_pages, last_token_ids, packed) -> (caches, state, result).
+    """The step function of the layout's bucket: (weights, kv_pages, state, packed) -> (kv_pages, state, result).
 
-    kv_pages: the arrays of `LayerGroups`, to be donated. last_token_ids: int32 [max_num_seqs + 1], to be donated: what
-    was last sampled for each row of the running table; the last element is for padding rows. It feeds the rows whose
-    newest token the host has not seen yet.
+    kv_pages: the arrays of `LayerGroups`, to be donated like the state. packed: the buffer of a `StepBatch`.
     """
     bucket = layout.bucket
 
     def step(
-        weights: list[Array], kv_pages: list[Array], last_token_ids: Array, packed: Array
-    ) -> tuple[list[Array], Array, StepResult]:
+        weights: list[Array], kv_pages: list[Array], state: DeviceState, packed: Array
+    ) -> tuple[list[Array], DeviceState, StepResult]:
         batch = unpack(packed, layout)
         rows_S, logits_rows_S = batch["rows"], batch["logits_rows"]
 
         from_device_S = jnp.where(batch["from_device"] == 1, logits_rows_S, bucket.num_tokens)  # Else out of range.
-        token_ids_T = batch["token_ids"].at[from_device_S].set(last_token_ids[rows_S], mode="drop")
+        token_ids_T = batch["token_ids"].at[from_device_S].set(state.last_token_ids[rows_S], mode="drop")
         metadata = StepMetadata(
             positions_T=batch["positions"],
             kv_lens_S=batch["kv_lens"],
@@ -67,9 +71,10 @@ def make_step(model: Model, layout: BatchLayout, groups: LayerGroups, implementa
         sampling = {name: batch[name] for name in layout.sampling_names}
         token_ids_S, is_sound_S = sample(logits_SV, sampling, batch["positions"][logits_rows_S] + 1)
         result = StepResult(
-            sampled=jnp.stack([token_ids_S, is_sound_S.astype(jnp.int32)]),
+            sampled=jnp.stack([is_sound_S.astype(jnp.int32), token_ids_S]),  # One token, or none.
             logprobs=logprobs(logits_SV, token_ids_S, sampling["wants_logprobs"] == 1),
         )
-        return caches.arrays, last_token_ids.at[rows_S].set(token_ids_S), result
+        state = state._replace(last_token_ids=state.last_token_ids.at[rows_S].set(token_ids_S))
+        return caches.arrays, state, result
 
     return step

@@ -155,7 +155,7 @@ def generate(
             on_plan(scheduler)
         if len(in_flight) > (plan is not None):
             done, handle = in_flight.pop(0)
-            scheduler.update(done, handle.sampled()[0, : done.num_seqs])
+            scheduler.update(done, handle.sampled(done.num_seqs))
         scheduler.check_integrity()
     return [request.output_token_ids for request in requests]
 

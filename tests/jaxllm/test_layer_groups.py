@@ -10,7 +10,7 @@ from tiny_models import write_tiny_model
 
 from jaxllm import LLM
 from jaxllm.layers.layer_groups import LayerGroups
-from jaxllm.scheduler import Request, Scheduler, SchedulerConfig
+from jaxllm.scheduler import Request, SampledTokens, Scheduler, SchedulerConfig
 from jaxllm.scheduler.windows import num_request_pages
 
 GEMMA3_270M = (512, 512, 512, 512, 512, None) * 3
@@ -165,7 +165,7 @@ def test_gemma_3_takes_a_fraction_of_the_memory_of_one_table(layers, num_tokens,
         assert num_pages <= config.num_pages_for(num_tokens + 200)
         if plan.is_decode_only:
             most_pages, num_decodes = max(most_pages, num_pages), num_decodes + 1
-        scheduler.update(plan, np.zeros(1, np.int32))
+        scheduler.update(plan, SampledTokens.one_each(np.zeros(1, np.int32)))
     assert num_decodes == 199
     scheduler.check_integrity()
     num_slots = most_pages * 64 * groups.num_arrays  # keys and values of one token in one layer each

@@ -13,6 +13,7 @@ from jaxllm.scheduler import (
     PageMoves,
     Request,
     RequestStatus,
+    SampledTokens,
     Scheduler,
     SchedulerConfig,
     StepBatch,
@@ -59,12 +60,12 @@ class FakeDevice:
         self.last_token = np.full(config.max_num_seqs + 1, NOTHING)
         self._queue: deque[Callable[[], None]] = deque()
 
-    def launch(self, batch: StepBatch) -> Callable[[], tuple]:
-        """Returns what waits for the arguments of `update`: sampled token ids, and how many if there are drafts."""
-        result: list[tuple] = []
+    def launch(self, batch: StepBatch) -> Callable[[], SampledTokens]:
+        """Returns what waits for the step."""
+        result: list[SampledTokens] = []
         self._queue.append(lambda: result.append(self._run(batch)))
 
-        def wait() -> tuple:
+        def wait() -> SampledTokens:
             while not result:
                 self._queue.popleft()()
             return result[0]
@@ -95,7 +96,7 @@ class FakeDevice:
         """What was launched will not run."""
         self._queue.clear()
 
-    def _run(self, batch: StepBatch) -> tuple:
+    def _run(self, batch: StepBatch) -> SampledTokens:
         step = batch.layout.views(batch.buffer)
         num_seqs, page_size = int(step["num_seqs"][0]), self.config.page_size
         written, read, tokens = set(), set(), {}
@@ -136,7 +137,7 @@ class FakeDevice:
                 if length == kv_len or tokens[i, length] != token:
                     break
             self.last_token[step["rows"][i]] = token
-        return (sampled, num_sampled) if num_drafts.any() else (sampled[:, 0],)
+        return SampledTokens(num_sampled, sampled)
 
     def _seen(self, page_table_P: np.ndarray, end: int, window: int | None) -> np.ndarray:
         """int32: the values of the last `window` positions before `end`."""
@@ -214,7 +215,7 @@ class Loop:
         self.copies = Copies(self.scheduler, self.device)
         self.num_ahead = num_ahead
         self.buckets = declare_buckets(config.max_num_batched_tokens, config.max_num_seqs, 4)
-        self.in_flight: deque[tuple[StepPlan, Callable[[], tuple]]] = deque()
+        self.in_flight: deque[tuple[StepPlan, Callable[[], SampledTokens]]] = deque()
         self.plans: list[StepPlan] = []
         self.streams: dict[str, list[int]] = defaultdict(list)
 
@@ -254,7 +255,7 @@ class Loop:
     def update(self) -> StepOutput:
         """Takes in the oldest result."""
         plan, wait = self.in_flight.popleft()
-        output = self.scheduler.update(plan, *wait())
+        output = self.scheduler.update(plan, wait())
         self.scheduler.check_integrity()
         for request, token_ids in output.tokens_by_request():
             self.streams[request.request_id] += token_ids

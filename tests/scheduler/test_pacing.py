@@ -5,7 +5,7 @@ from collections import deque
 import numpy as np
 import pytest
 
-from jaxllm.scheduler import Request, RequestStatus, Scheduler, SchedulerConfigError, TenantConfig
+from jaxllm.scheduler import Request, RequestStatus, SampledTokens, Scheduler, SchedulerConfigError, TenantConfig
 from jaxllm.scheduler.pacing import Pacing
 
 
@@ -155,7 +155,7 @@ class SmallModelOnCPU:
             self.now += seconds
             self.gaps.append(seconds)
             self.chunks += plan.num_scheduled_tokens[plan.num_decodes :].tolist()
-            self.scheduler.update(plan, np.zeros(plan.num_seqs, np.int32))
+            self.scheduler.update(plan, SampledTokens.one_each(np.zeros(plan.num_seqs, np.int32)))
 
 
 @pytest.fixture

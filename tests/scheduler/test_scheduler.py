@@ -206,9 +206,9 @@ def test_plans_are_updated_once_and_in_order(make_loop):
     loop.add(Request("a", [1, 2, 3], max_tokens=20))
     first, second = loop.schedule(), loop.schedule()
     results = [wait() for _, wait in loop.in_flight]
-    loop.scheduler.update(second, *results[1])
+    loop.scheduler.update(second, results[1])
     with pytest.raises(AssertionError, match="updated once"):
-        loop.scheduler.update(first, *results[0])
+        loop.scheduler.update(first, results[0])
 
 
 def test_schedule_without_work_is_none(make_loop):
