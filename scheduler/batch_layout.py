@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,8 +27,8 @@ class Field:
     def end(self) -> int:
         return self.offset + prod(self.shape)
 
-    def view(self, buffer: np.ndarray) -> np.ndarray:
-        """The array, in the memory of `buffer` (int32)."""
+    def view(self, buffer: Any) -> Any:
+        """The array that lies in `buffer` (int32[n]), of numpy or of JAX."""
         return buffer[self.offset : self.end].view(self.dtype).reshape(self.shape)
 
 
@@ -49,7 +49,7 @@ class Offsets(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchLayout:
-    """How the arrays of a step lie in one int32 buffer: for the builder, and for who unpacks it.
+    """How the arrays of a step lie in one int32 buffer: for the builder on the host, and for the program on the device.
 
     bucket: the T and S of the arrays.
     fields: the arrays, in order and without gaps. Their names and meanings are those of `StepBatch`.
@@ -98,6 +98,6 @@ class BatchLayout:
             size=size,
         )
 
-    def views(self, buffer: np.ndarray) -> dict[str, np.ndarray]:
-        """The arrays by their names, in the memory of `buffer` (int32[size])."""
+    def views(self, buffer: Any) -> dict[str, Any]:
+        """The arrays that lie in `buffer` (int32[size]), of numpy or of JAX, by their names."""
         return {name: field.view(buffer) for name, field in self.fields.items()}

@@ -4,8 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from jaxllm.engine.device_state import DeviceState
 from jaxllm.engine.sampler import Logprobs, logprobs, sample
@@ -31,15 +30,6 @@ class StepResult(NamedTuple):
 Step = Callable[[list[Array], list[Array], DeviceState, Array], tuple[list[Array], DeviceState, StepResult]]
 
 
-def unpack(packed: Array, layout: BatchLayout) -> dict[str, Array]:
-    """The arrays of the buffer that `StepBatch` packed, on the device."""
-    arrays = {}
-    for name, field in layout.fields.items():
-        array = packed[field.offset : field.end].reshape(field.shape)
-        arrays[name] = array if field.dtype == np.int32 else lax.bitcast_convert_type(array, field.dtype)
-    return arrays
-
-
 def make_step(model: Model, layout: BatchLayout, groups: LayerGroups, implementation: str | None) -> Step:
     """The step function of the layout's bucket: (weights, kv_pages, state, packed) -> (kv_pages, state, result).
 
@@ -50,7 +40,7 @@ def make_step(model: Model, layout: BatchLayout, groups: LayerGroups, implementa
     def step(
         weights: list[Array], kv_pages: list[Array], state: DeviceState, packed: Array
     ) -> tuple[list[Array], DeviceState, StepResult]:
-        batch = unpack(packed, layout)
+        batch = layout.views(packed)
         rows_S, logits_rows_S = batch["rows"], batch["logits_rows"]
 
         from_device_S = jnp.where(batch["from_device"] == 1, logits_rows_S, bucket.num_tokens)  # Else out of range.
