@@ -28,6 +28,7 @@ from jaxllm.scheduler import (
     Request,
     RequestRefusedError,
     RequestStatus,
+    SampledTokens,
     Scheduler,
     SchedulerBusyError,
     SchedulerConfig,
@@ -155,7 +156,7 @@ class StubEngine:
             output.started.append((request.request_id, start, num_cached))
         time.sleep(self.step_s)
         sampled = np.array([self._next_token(request) for request in requests], np.int32)
-        for request, token_ids in self.scheduler.update(plan, sampled).tokens_by_request():
+        for request, token_ids in self.scheduler.update(plan, SampledTokens.one_each(sampled)).tokens_by_request():
             self._report(output, request, token_ids)
         self._in_step = []
         self._num_steps += 1
