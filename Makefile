@@ -8,6 +8,9 @@ PYTHON ?=
 # they share models and servers, and those of the server come last, as its files are the ones that take least each.
 WORKERS ?= 2
 
+# The many processes that tests start would compile our sources anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo install dev libtpu cuda clients test test-nightly lint notebooks bench bench-host bench-peers clean
 

@@ -275,6 +275,7 @@ def test_rates_of_the_machine_count_what_they_move_and_multiply(monkeypatch: pyt
     assert gpu_machine.product_rate(64) == 2 * 64**3 * gpu_machine.PRODUCTS / 2.0
 
 
+@pytest.mark.nightly
 def test_the_cache_is_updated_in_place_by_each_program_that_is_timed():
     """Compiled for an H200: else a copy of it would be timed in place of attention."""
     for cache_bytes, aliased_bytes, temporary_bytes in compile_in_child(FOLDER_OF_TESTS / "gpu_rounds_program.py"):

@@ -69,7 +69,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("name", ["tiny_llm", "demo_llm"])
+@pytest.mark.parametrize("name", ["tiny_llm", pytest.param("demo_llm", marks=pytest.mark.nightly)])
 def test_greedy_tokens_do_not_depend_on_the_scheduling(request, rescheduled, name):
     llm = request.getfixturevalue(name)
     num_prompts, num_shared, num_own, max_tokens = (12, 60, 9, 12) if name == "tiny_llm" else (4, 66, 9, 5)
@@ -116,7 +116,8 @@ def test_a_tpot_target_gives_small_steps_and_the_same_tokens(tiny_llm, tiny_fold
 
 
 @pytest.mark.parametrize(
-    ("name", "enable_prefix_caching"), [("tiny_llm", True), ("tiny_llm", False), ("demo_llm", True)]
+    ("name", "enable_prefix_caching"),
+    [("tiny_llm", True), ("tiny_llm", False), pytest.param("demo_llm", True, marks=pytest.mark.nightly)],
 )
 def test_greedy_tokens_survive_preemption(request, rescheduled, name, enable_prefix_caching):
     llm = request.getfixturevalue(name)

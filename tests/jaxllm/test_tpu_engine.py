@@ -12,9 +12,9 @@ PROMPTS = [[5, 7, 11, 13], list(range(20, 57)), [3] * 9, list(range(200, 120, -1
 def test_the_tpu_kernel_generates_the_same_tokens(tiny_model, generate, name):
     model = tiny_model(name)
     options = {"page_size": 16, "num_pages": 32}
-    expected = generate(*model.start_runner(**options), PROMPTS, max_tokens=6)
+    expected = generate(*model.start_runner(**options), PROMPTS, max_tokens=3)
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
-        tokens = generate(*model.start_runner(**options, attention_implementation="tpu"), PROMPTS, max_tokens=6)
+        tokens = generate(*model.start_runner(**options, attention_implementation="tpu"), PROMPTS, max_tokens=3)
     assert tokens == expected
 
 

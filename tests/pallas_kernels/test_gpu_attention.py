@@ -38,7 +38,9 @@ def check(program: Program, rows: Sequence[tuple[int, int]], *, few_thread_block
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "rows"), [(1, [(1, 100)]), (3, [(1, 16), (1, 17), (1, 1)]), (9, [(9, 100)])], ids=str
+    ("num_tokens", "rows"),
+    [(1, [(1, 100)]), (3, [(1, 16), (1, 17), (1, 1)]), pytest.param(9, [(9, 100)], marks=pytest.mark.nightly)],
+    ids=str,
 )
 def test_steps_of_fewer_tokens_than_a_tile_has_rows(num_tokens, rows):
     check(program(num_tokens=num_tokens, num_seqs=len(rows)), rows)
@@ -52,6 +54,7 @@ def test_a_unit_in_more_parts_than_are_loaded_at_a_time():
         )
 
 
+@pytest.mark.nightly
 def test_rows_that_share_an_aligned_tile():
     check(program(group=16, num_tokens=20, num_seqs=3, pages_per_seq=4), [(5, 20), (6, 50), (7, 40)])
 

@@ -86,16 +86,16 @@ def test_who_leaves_before_it_has_started_gives_back_all_that_it_reserved(make_l
         loop.scheduler.check_integrity()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_no_minute_has_more_tokens_than_the_limit_and_who_waits_as_told_is_let_in(make_loop, seed):
     """Requests at any times, after idle times too; the tokens that were not used are another's."""
-    rng, limit = random.Random(seed), 100
+    rng, limit = random.Random(seed), 30
     loop = make_loop(max_num_seqs=2, default_tenant=TenantConfig(max_tokens_per_minute=limit))
     taken: list[tuple[float, int]] = []
     waits_s: list[float] = []
-    for index in range(300):
+    for index in range(150):
         loop.clock.now += rng.choice([0.0, 0.3, 2.0, 7.7, 90.0])
-        request = Request(f"r{index}", [1] * rng.randint(1, 30), max_tokens=rng.randint(1, 70))
+        request = Request(f"r{index}", [1] * rng.randint(1, 12), max_tokens=rng.randint(1, 18))
         try:
             loop.add(request)
         except SchedulerBusyError as busy:

@@ -147,6 +147,7 @@ def test_ctrl_c_ends_generate_with_code_130(fake_llm, monkeypatch, capsys):
     assert fake_llm.made[0].has_shut_down
 
 
+@pytest.mark.nightly
 def test_the_command_continues_a_prompt_with_the_demo_model():
     command = Path(sys.executable).with_name("jaxllm")
     options = "--temperature=0 --max-tokens=8 --max-num-seqs=4 --max-num-batched-tokens=8 --max-model-len=64"
