@@ -9,10 +9,11 @@ pages of 64 tokens in bfloat16, chunks of 2,048 tokens. Needs no weights.
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from jaxllm.layers.cache_spec import CacheSpec
 from jaxllm.layers.layer_groups import LayerGroups
 from jaxllm.scheduler import Request, SampledTokens, Scheduler, SchedulerConfig
 
@@ -27,19 +28,25 @@ class Shape:
     """What a model's config says of its cache (config.json of the model's page on the Hugging Face hub)."""
 
     name: str
-    sliding_windows: tuple[int | None, ...]
-    num_kv_heads: int
-    head_dim: int
+    cache_specs: tuple[CacheSpec, ...]
 
     @property
     def token_bytes(self) -> int:
-        """K and V of a token in one layer."""
-        return 2 * self.num_kv_heads * self.head_dim * BYTES_PER_VALUE
+        """K and V of a token in one layer: the layers of these models keep equally much."""
+        (token_size,) = {spec.token_size for spec in self.cache_specs}
+        return token_size * BYTES_PER_VALUE
+
+
+def _shape(name: str, sliding_windows: tuple[int | None, ...], num_kv_heads: int, head_dim: int) -> Shape:
+    specs = (
+        CacheSpec(num_kv_heads=num_kv_heads, head_dim=head_dim, sliding_window=window) for window in sliding_windows
+    )
+    return Shape(name, tuple(specs))
 
 
 def _gemma3(name: str, num_layers: int, num_kv_heads: int, head_dim: int, window: int) -> Shape:
     windows = tuple(window if (layer + 1) % 6 else None for layer in range(num_layers))
-    return Shape(f"Gemma 3 {name}", windows, num_kv_heads, head_dim)
+    return _shape(f"Gemma 3 {name}", windows, num_kv_heads, head_dim)
 
 
 SHAPES = (
@@ -48,8 +55,8 @@ SHAPES = (
     _gemma3("4B", 34, 4, 256, 1024),
     _gemma3("12B", 48, 8, 256, 1024),
     _gemma3("27B", 62, 16, 128, 1024),
-    Shape("Mistral 7B v0.1", (4096,) * 32, 8, 128),
-    Shape("Llama 3.1 8B", (None,) * 32, 8, 128),
+    _shape("Mistral 7B v0.1", (4096,) * 32, 8, 128),
+    _shape("Llama 3.1 8B", (None,) * 32, 8, 128),
 )
 
 
@@ -85,8 +92,11 @@ def measure(shape: Shape, groups: LayerGroups, num_prompt_tokens: int) -> Memory
 
 def compare(shape: Shape, num_prompt_tokens: int) -> tuple[LayerGroups, Memory, Memory]:
     """(the groups, memory with them, memory with one table for all layers)"""
-    groups = LayerGroups.of(shape.sliding_windows, num_prompt_tokens + NUM_NEW_TOKENS)
-    one_table = LayerGroups.of((None,) * len(shape.sliding_windows), num_prompt_tokens + NUM_NEW_TOKENS)
+    specs = shape.cache_specs
+    groups = LayerGroups.of(specs, num_prompt_tokens + NUM_NEW_TOKENS)
+    one_table = LayerGroups.of(
+        [replace(spec, sliding_window=None) for spec in specs], num_prompt_tokens + NUM_NEW_TOKENS
+    )
     return groups, measure(shape, groups, num_prompt_tokens), measure(shape, one_table, num_prompt_tokens)
 
 

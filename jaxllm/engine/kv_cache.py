@@ -1,37 +1,63 @@
 """How many pages fit, and the arrays that hold them."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.errors import ConfigError, OutOfMemoryError
-from jaxllm.pallas_kernels.ragged_paged_attention import KVCacheSpec, check_support, kv_cache_shape
+from jaxllm.layers.cache_spec import CacheSpec
+from jaxllm.layers.layer_groups import LayerGroups
+from jaxllm.pallas_kernels.ragged_paged_attention import KVCacheSpec, check_support, kv_cache_shape, view_pages
 
 KV_CACHE_PARTITION = PartitionSpec(None, "model")
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVCacheLayout:
-    """Everything about the cache but its number of pages: arrays split over "model" by KV heads, as many as a group of
-    layers has layers (`LayerGroups`)."""
+    """Everything about the cache but its number of pages: what each layer keeps, and where (`LayerGroups`). The arrays
+    are of one shape, and split over "model" by KV heads."""
 
-    num_arrays: int
+    specs: tuple[CacheSpec, ...]
+    groups: LayerGroups
     page_size: int
-    num_kv_heads: int
-    head_dim: int
     dtype: jnp.dtype
     implementation: str | None
     sharding: NamedSharding
 
+    @classmethod
+    def of(
+        cls,
+        specs: Sequence[CacheSpec],
+        max_model_len: int,
+        *,
+        page_size: int,
+        dtype: jnp.dtype,
+        implementation: str | None,
+        mesh: Mesh,
+    ) -> "KVCacheLayout":
+        """The layout for layers that keep this, one entry for each."""
+        return cls(
+            specs=tuple(specs),
+            groups=LayerGroups.of(specs, max_model_len),
+            page_size=page_size,
+            dtype=dtype,
+            implementation=implementation,
+            sharding=NamedSharding(mesh, KV_CACHE_PARTITION),
+        )
+
     def structs(self, num_pages: int) -> list[jax.ShapeDtypeStruct]:
         """One array, for each of them."""
-        shape = kv_cache_shape(self._spec(num_pages), self.implementation)
-        return [jax.ShapeDtypeStruct(shape, self.dtype, sharding=self.sharding)] * self.num_arrays
+        num_parts = self.groups.places[0].num_parts
+        _, num_rows, *rest = kv_cache_shape(self._kernel_spec(self.specs[0]), self.implementation)
+        shape = (num_pages, num_parts * num_rows, *rest)
+        return [jax.ShapeDtypeStruct(shape, self.dtype, sharding=self.sharding)] * self.groups.num_arrays
 
     def choose_implementation(
         self, num_heads: int, q_dtype: jnp.dtype, max_seqs: int, max_pages_per_seq: int
@@ -41,31 +67,51 @@ class KVCacheLayout:
         `num_heads` query heads are split like the KV heads. Raises ConfigError for what the kernel cannot do.
         """
         try:
-            implementation = check_support(
-                self._spec(1),
-                num_heads=num_heads,
-                q_dtype=q_dtype,
-                max_seqs=max_seqs,
-                max_pages_per_seq=max_pages_per_seq,
-                implementation=self.implementation,
-            )
+            implementations = {
+                check_support(
+                    self._kernel_spec(spec),
+                    num_heads=num_heads,
+                    q_dtype=q_dtype,
+                    max_seqs=max_seqs,
+                    max_pages_per_seq=max_pages_per_seq,
+                    implementation=self.implementation,
+                )
+                for spec in set(self.specs)
+            }
+            # A kernel for some of the layers only leaves all of them to the one that does everything.
+            layout = replace(self, implementation=implementations.pop() if len(implementations) == 1 else "xla")
+            layout._check_views()
         except ValueError as error:
             raise ConfigError(f"attention: {error}") from error
-        return replace(self, implementation=implementation)
+        return layout
 
-    def _spec(self, num_pages: int) -> KVCacheSpec:
+    def _check_views(self) -> None:
+        """Raises ValueError unless every layer finds its own pages in the arrays."""
+        array = self.structs(1)[0]
+        for spec, place in set(zip(self.specs, self.groups.places, strict=True)):
+            view = partial(
+                view_pages,
+                page_size=self.page_size,
+                num_kv_heads=spec.num_kv_heads,
+                head_dim=spec.head_dim,
+                implementation=self.implementation,
+            )
+            assert jax.eval_shape(view, array).shape[0] == place.num_parts
+
+    def _kernel_spec(self, spec: CacheSpec) -> KVCacheSpec:
+        """Of one page."""
         return KVCacheSpec(
-            num_pages=num_pages,
+            num_pages=1,
             page_size=self.page_size,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
             dtype=self.dtype,
         )
 
     def page_bytes(self) -> int:
         """Bytes that one page takes on each device, over all arrays."""
         (struct, *_) = self.structs(1)
-        return self.num_arrays * prod(self.sharding.shard_shape(struct.shape)) * self.dtype.itemsize
+        return self.groups.num_arrays * prod(self.sharding.shard_shape(struct.shape)) * self.dtype.itemsize
 
     def allocate(self, num_pages: int) -> list[jax.Array]:
         structs = self.structs(num_pages)

@@ -15,12 +15,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxllm.config import ResolvedConfig
 from jaxllm.engine.compiler_options import compiler_options
 from jaxllm.engine.device_state import DeviceState
-from jaxllm.engine.kv_cache import KV_CACHE_PARTITION, KVCacheLayout, MemoryBudget, memory_limit_bytes
+from jaxllm.engine.kv_cache import KVCacheLayout, MemoryBudget, memory_limit_bytes
 from jaxllm.engine.page_mover import Move, PageMover
 from jaxllm.engine.sampler import Logprobs
 from jaxllm.engine.step_program import StepResult, make_step
 from jaxllm.errors import ConfigError
-from jaxllm.layers.layer_groups import LayerGroups
 from jaxllm.layers.parameter import activation_dtype
 from jaxllm.models.model import Model
 from jaxllm.models.registry import ModelConfig
@@ -68,15 +67,13 @@ class Runner:
         self._mesh = mesh
         self._whole = NamedSharding(mesh, PartitionSpec())
         self._platform = mesh.devices.flat[0].platform
-        self.groups = LayerGroups.of(model.config.sliding_windows, config.max_model_len)
-        layout = KVCacheLayout(
-            num_arrays=self.groups.num_arrays,
+        layout = KVCacheLayout.of(
+            model.config.cache_specs,
+            config.max_model_len,
             page_size=config.page_size,
-            num_kv_heads=model.config.num_kv_heads,
-            head_dim=model.config.head_dim,
             dtype=jnp.dtype(config.kv_cache_dtype),
             implementation=config.attention_implementation,
-            sharding=NamedSharding(mesh, KV_CACHE_PARTITION),
+            mesh=mesh,
         )
         with jax.set_mesh(mesh):
             self._layout = layout.choose_implementation(
@@ -85,6 +82,7 @@ class Runner:
                 config.max_num_seqs,
                 config.max_pages_per_seq,
             )
+        self.groups = layout.groups
         self.buckets = declare_buckets(
             config.max_num_batched_tokens,
             config.max_num_seqs,
@@ -235,14 +233,14 @@ class Runner:
         """Makes the bucket's program. Returns the bytes of its temporaries."""
         config = self._config
         layout = BatchLayout.of(bucket, config.max_pages_per_seq, self.groups.num_groups)
-        step = make_step(self._model, layout, self.groups, self._layout.implementation)
+        step = make_step(self._model, layout, self._layout)
         arguments = (
             self._model.structs,
             self._layout.structs(self.num_pages),
             DeviceState.structs(config.max_num_seqs, self._whole),
             jax.ShapeDtypeStruct((layout.size,), jnp.int32, sharding=self._whole),
         )
-        out_shardings = ([self._layout.sharding] * self._layout.num_arrays, self._whole, self._whole)
+        out_shardings = ([self._layout.sharding] * self.groups.num_arrays, self._whole, self._whole)
         with jax.set_mesh(self._mesh):
             lowered = jax.jit(step, donate_argnums=(1, 2), out_shardings=out_shardings).lower(*arguments)
             program = lowered.compile(compiler_options(bucket, self._mesh))
@@ -254,6 +252,7 @@ class Runner:
 
 def _estimate_temporaries_bytes(config: ModelConfig, bucket: Bucket, itemsize: int, num_devices: int) -> int:
     """A generous guess at a program's temporaries: a few activations of a layer, and of the logits (float32)."""
-    widths = config.model_dim + (config.ff_dim + config.num_heads * config.head_dim) // num_devices
+    head_dim = max(spec.head_dim for spec in config.cache_specs)
+    widths = config.model_dim + (config.ff_dim + config.num_heads * head_dim) // num_devices
     logits = bucket.num_seqs * config.vocab_size // num_devices
     return 6 * itemsize * bucket.num_tokens * widths + 4 * 4 * logits

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxllm.engine.device_state import DeviceState
+from jaxllm.engine.kv_cache import KVCacheLayout
 from jaxllm.engine.sampler import Logprobs, logprobs, sample
 from jaxllm.layers.attention import StepMetadata
 from jaxllm.layers.kv_caches import KVCaches
-from jaxllm.layers.layer_groups import LayerGroups
 from jaxllm.models.model import Model
 from jaxllm.scheduler.batch_layout import BatchLayout
 
@@ -30,10 +30,10 @@ class StepResult(NamedTuple):
 Step = Callable[[list[Array], list[Array], DeviceState, Array], tuple[list[Array], DeviceState, StepResult]]
 
 
-def make_step(model: Model, layout: BatchLayout, groups: LayerGroups, implementation: str | None) -> Step:
+def make_step(model: Model, layout: BatchLayout, cache_layout: KVCacheLayout) -> Step:
     """The step function of the layout's bucket: (weights, kv_pages, state, packed) -> (kv_pages, state, result).
 
-    kv_pages: the arrays of `LayerGroups`, to be donated like the state. packed: the buffer of a `StepBatch`.
+    kv_pages: the arrays of the cache layout, to be donated like the state. packed: the buffer of a `StepBatch`.
     """
     bucket = layout.bucket
 
@@ -51,10 +51,10 @@ def make_step(model: Model, layout: BatchLayout, groups: LayerGroups, implementa
             cu_q_lens=batch["cu_q_lens"],
             num_seqs=batch["num_seqs"],
             decode_only=bucket.is_decode_only,
-            implementation=implementation,
+            implementation=cache_layout.implementation,
         )
         module = model.bind(weights)
-        caches = KVCaches(kv_pages, batch["page_table"], groups)
+        caches = KVCaches(kv_pages, batch["page_table"], cache_layout.groups, cache_layout.page_size)
         hidden_TD = module(token_ids_T, caches, metadata)
         logits_SV = module.logits(hidden_TD[logits_rows_S])
 

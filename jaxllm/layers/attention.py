@@ -1,7 +1,6 @@
 """Attention over the paged cache: projections, optional QK-norm, rotation, kernel, output projection."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -10,11 +9,12 @@ from flax import nnx
 from jax import Array
 from jax.sharding import PartitionSpec
 
+from jaxllm.layers.cache_spec import CacheSpec
 from jaxllm.layers.kv_caches import LayerCache
 from jaxllm.layers.linear import Linear
 from jaxllm.layers.norm import RMSNorm
 from jaxllm.layers.rope import Rotation, rotate
-from jaxllm.pallas_kernels.ragged_paged_attention import ragged_paged_attention
+from jaxllm.pallas_kernels.ragged_paged_attention import ragged_paged_attention, view_pages
 
 
 class StepMetadata(NamedTuple):
@@ -34,13 +34,11 @@ class AttentionConfig:
 
     model_dim: int
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    cache: CacheSpec
     sm_scale: float
     qkv_bias: bool = False
     qk_norm_eps: float | None = None
     unit_offset_norm: bool = False
-    sliding_window: int | None = None
 
 
 class Attention(nnx.Module):
@@ -48,11 +46,11 @@ class Attention(nnx.Module):
 
     def __init__(self, config: AttentionConfig, dtype: jnp.dtype):
         self.config = config
-        D, H = config.model_dim, config.head_dim
+        D, K, H = config.model_dim, config.cache.num_kv_heads, config.cache.head_dim
         columns = PartitionSpec(None, "model")
         self.q = Linear(D, config.num_heads * H, dtype, columns, bias=config.qkv_bias)
-        self.k = Linear(D, config.num_kv_heads * H, dtype, columns, bias=config.qkv_bias)
-        self.v = Linear(D, config.num_kv_heads * H, dtype, columns, bias=config.qkv_bias)
+        self.k = Linear(D, K * H, dtype, columns, bias=config.qkv_bias)
+        self.v = Linear(D, K * H, dtype, columns, bias=config.qkv_bias)
         self.out = Linear(config.num_heads * H, D, dtype, PartitionSpec("model", None))
         self.q_norm = self._norm() if config.qk_norm_eps is not None else None
         self.k_norm = self._norm() if config.qk_norm_eps is not None else None
@@ -60,33 +58,43 @@ class Attention(nnx.Module):
     def _norm(self) -> RMSNorm:
         config = self.config
         assert config.qk_norm_eps is not None
-        return RMSNorm(config.head_dim, eps=config.qk_norm_eps, unit_offset=config.unit_offset_norm)
+        return RMSNorm(config.cache.head_dim, eps=config.qk_norm_eps, unit_offset=config.unit_offset_norm)
 
     def __call__(
         self, x_TD: Array, rotation: Rotation, cache: LayerCache, metadata: StepMetadata
     ) -> tuple[Array, LayerCache]:
         """(output [T, D], the cache with this step's K and V)."""
         config = self.config
-        shape = (x_TD.shape[0], -1, config.head_dim)
+        shape = (x_TD.shape[0], -1, config.cache.head_dim)
         q_TNH, k_TKH, v_TKH = (project(x_TD).reshape(shape) for project in (self.q, self.k, self.v))
         if self.q_norm is not None and self.k_norm is not None:
             q_TNH, k_TKH = self.q_norm(q_TNH), self.k_norm(k_TKH)
         q_TNH, k_TKH = rotate(q_TNH, rotation), rotate(k_TKH, rotation)
         out_TNH, cache = _attend(q_TNH, k_TKH, v_TKH, cache, metadata, config)
-        return self.out(out_TNH.reshape(-1, config.num_heads * config.head_dim)), cache
+        return self.out(out_TNH.reshape(-1, config.num_heads * config.cache.head_dim)), cache
 
 
 def _attend(
     q_TNH: Array, k_TKH: Array, v_TKH: Array, cache: LayerCache, metadata: StepMetadata, config: AttentionConfig
 ) -> tuple[Array, LayerCache]:
     """The kernel, on each device for the heads it holds."""
-    kernel = partial(
-        ragged_paged_attention,
-        sm_scale=config.sm_scale,
-        sliding_window=config.sliding_window,
-        decode_only=metadata.decode_only,
-        implementation=metadata.implementation,
-    )
+    implementation = metadata.implementation
+
+    def kernel(q_TNH: Array, k_TKH: Array, v_TKH: Array, kv_pages: Array, *arrays: Array) -> tuple[Array, Array]:
+        _, K, H = k_TKH.shape
+        out_TNH, new_pages = ragged_paged_attention(
+            q_TNH,
+            k_TKH,
+            v_TKH,
+            view_pages(kv_pages, cache.page_size, K, H, implementation),
+            *arrays,
+            sm_scale=config.sm_scale,
+            sliding_window=config.cache.sliding_window,
+            decode_only=metadata.decode_only,
+            implementation=implementation,
+        )
+        return out_TNH, new_pages.reshape(kv_pages.shape)
+
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.shape.get("model", 1) > 1:
         heads, pages, whole = PartitionSpec(None, "model"), PartitionSpec(None, "model"), PartitionSpec()

@@ -8,6 +8,7 @@ from flax import nnx
 from jax import Array
 
 from jaxllm.layers.attention import Attention, AttentionConfig, StepMetadata
+from jaxllm.layers.cache_spec import CacheSpec
 from jaxllm.layers.embedding import Embedding
 from jaxllm.layers.kv_caches import KVCaches, LayerCache
 from jaxllm.layers.mlp import GatedMLP, check_activation
@@ -51,8 +52,7 @@ class Gemma3Config:
     ff_dim: int
     num_layers: int
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    cache_specs: tuple[CacheSpec, ...]  # One per layer; global ones have no window.
     activation: str
     norm_eps: float
     sm_scale: float
@@ -60,7 +60,6 @@ class Gemma3Config:
     local_rope: RopeConfig
     tie_embeddings: bool
     logits_soft_cap: float | None
-    sliding_windows: tuple[int | None, ...]  # One per layer; None for the global ones.
 
     @classmethod
     def from_hf(cls, hf: HFConfig, max_model_len: int) -> "Gemma3Config":
@@ -69,6 +68,7 @@ class Gemma3Config:
         layer_types = hf.layer_types(
             ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers)]
         )
+        num_kv_heads = hf["num_key_value_heads"] or hf["num_attention_heads"]
         rope = {
             kind: make_rope(
                 parameters,
@@ -84,8 +84,10 @@ class Gemma3Config:
             ff_dim=hf["intermediate_size"],
             num_layers=num_layers,
             num_heads=hf["num_attention_heads"],
-            num_kv_heads=hf["num_key_value_heads"] or hf["num_attention_heads"],
-            head_dim=hf["head_dim"],
+            cache_specs=tuple(
+                CacheSpec(num_kv_heads=num_kv_heads, head_dim=hf["head_dim"], sliding_window=window)
+                for window in windows_of(layer_types, hf["sliding_window"])
+            ),
             activation=check_activation(hf["hidden_activation"]),
             norm_eps=hf["rms_norm_eps"],
             sm_scale=hf["query_pre_attn_scalar"] ** -0.5,
@@ -93,7 +95,6 @@ class Gemma3Config:
             local_rope=rope["sliding_attention"],
             tie_embeddings=bool(hf["tie_word_embeddings"]),
             logits_soft_cap=hf["final_logit_softcapping"],
-            sliding_windows=windows_of(layer_types, hf["sliding_window"]),
         )
 
 
@@ -112,12 +113,10 @@ class Gemma3Layer(nnx.Module):
             AttentionConfig(
                 model_dim=config.model_dim,
                 num_heads=config.num_heads,
-                num_kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
+                cache=config.cache_specs[index],
                 sm_scale=config.sm_scale,
                 qk_norm_eps=config.norm_eps,
                 unit_offset_norm=True,
-                sliding_window=config.sliding_windows[index],
             ),
             dtype,
         )
@@ -149,8 +148,9 @@ class Gemma3(nnx.Module):
         x_TD *= jnp.asarray(self.embedding_scale, x_TD.dtype)
         global_rotation = self.config.global_rope.rotation(metadata.positions_T)
         local_rotation = self.config.local_rope.rotation(metadata.positions_T)
-        for i, (layer, window) in enumerate(zip(self.layers, self.config.sliding_windows, strict=True)):
-            x_TD, caches[i] = layer(x_TD, local_rotation if window else global_rotation, caches[i], metadata)
+        for i, (layer, cache) in enumerate(zip(self.layers, self.config.cache_specs, strict=True)):
+            rotation = local_rotation if cache.sliding_window else global_rotation
+            x_TD, caches[i] = layer(x_TD, rotation, caches[i], metadata)
         return x_TD
 
     def logits(self, x_SD: Array) -> Array:

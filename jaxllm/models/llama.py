@@ -12,6 +12,7 @@ from jax import Array
 
 from jaxllm.errors import UnsupportedModelError
 from jaxllm.layers.attention import Attention, AttentionConfig, StepMetadata
+from jaxllm.layers.cache_spec import CacheSpec
 from jaxllm.layers.embedding import Embedding
 from jaxllm.layers.kv_caches import KVCaches, LayerCache
 from jaxllm.layers.mlp import GatedMLP, check_activation
@@ -69,20 +70,19 @@ class LlamaConfig:
     ff_dim: int
     num_layers: int
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    cache_specs: tuple[CacheSpec, ...]  # One per layer.
     activation: str
     norm_eps: float
     rope: RopeConfig
     tie_embeddings: bool
     qkv_bias: bool
     qk_norm: bool
-    sliding_windows: tuple[int | None, ...]  # One per layer.
 
     @classmethod
     def from_hf(cls, hf: HFConfig, max_model_len: int) -> "LlamaConfig":
         """Raises UnsupportedModelError for what these layers do not compute."""
         head_dim = hf["head_dim"] or hf["hidden_size"] // hf["num_attention_heads"]
+        num_kv_heads = hf["num_key_value_heads"] or hf["num_attention_heads"]
         rope = make_rope(
             rope_parameters(hf),
             head_dim,
@@ -95,15 +95,16 @@ class LlamaConfig:
             ff_dim=hf["intermediate_size"],
             num_layers=hf["num_hidden_layers"],
             num_heads=hf["num_attention_heads"],
-            num_kv_heads=hf["num_key_value_heads"] or hf["num_attention_heads"],
-            head_dim=head_dim,
+            cache_specs=tuple(
+                CacheSpec(num_kv_heads=num_kv_heads, head_dim=head_dim, sliding_window=window)
+                for window in _sliding_windows(hf)
+            ),
             activation=check_activation(hf["hidden_act"]),
             norm_eps=hf["rms_norm_eps"],
             rope=rope,
             tie_embeddings=bool(hf["tie_word_embeddings"]),
             qkv_bias=hf.model_type == "qwen2",
             qk_norm=hf.model_type == "qwen3",
-            sliding_windows=_sliding_windows(hf),
         )
 
 
@@ -136,17 +137,16 @@ def _sliding_windows(hf: HFConfig) -> tuple[int | None, ...]:
 
 class LlamaLayer(nnx.Module):
     def __init__(self, config: LlamaConfig, index: int, dtype: jnp.dtype):
+        cache = config.cache_specs[index]
         self.attention_norm = RMSNorm(config.model_dim, eps=config.norm_eps)
         self.attention = Attention(
             AttentionConfig(
                 model_dim=config.model_dim,
                 num_heads=config.num_heads,
-                num_kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
-                sm_scale=config.head_dim**-0.5,
+                cache=cache,
+                sm_scale=cache.head_dim**-0.5,
                 qkv_bias=config.qkv_bias,
                 qk_norm_eps=config.norm_eps if config.qk_norm else None,
-                sliding_window=config.sliding_windows[index],
             ),
             dtype,
         )

@@ -43,8 +43,9 @@ class Model:
                 "choose bfloat16 or float32"
             )
         config = family.parse_config(family.hf_config(checkpoint.config), max_model_len)
-        if config.num_kv_heads % mesh.shape["model"]:
-            raise _does_not_divide(f"the number of KV heads, {config.num_kv_heads},", mesh)
+        for num_kv_heads in {spec.num_kv_heads for spec in config.cache_specs}:
+            if num_kv_heads % mesh.shape["model"]:
+                raise _does_not_divide(f"the number of KV heads, {num_kv_heads},", mesh)
         between_dots = activation_dtype(dtype, mesh.devices.flat[0].platform)
         graphdef, state = nnx.split(nnx.eval_shape(lambda: family.model(config, dtype, between_dots)))
         table = family.weight_table(config)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxllm.errors import UnsupportedModelError
+from jaxllm.layers.cache_spec import CacheSpec
 from jaxllm.models import gemma3, llama
 from jaxllm.models.hf_config import ConfigKeys, HFConfig
 from jaxllm.models.weight_table import WeightTable
@@ -27,11 +28,7 @@ class ModelConfig(Protocol):
     @property
     def num_heads(self) -> int: ...
     @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def sliding_windows(self) -> tuple[int | None, ...]: ...  # One per layer; None attends to all.
+    def cache_specs(self) -> tuple[CacheSpec, ...]: ...  # One per layer.
 
 
 @dataclass(frozen=True)

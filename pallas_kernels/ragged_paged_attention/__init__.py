@@ -8,6 +8,7 @@ from jaxllm.pallas_kernels.ragged_paged_attention.api import (
     pages_from_tokens,
     ragged_paged_attention,
     tokens_from_pages,
+    view_pages,
 )
 
 __all__ = [
@@ -18,4 +19,5 @@ __all__ = [
     "pages_from_tokens",
     "ragged_paged_attention",
     "tokens_from_pages",
+    "view_pages",
 ]

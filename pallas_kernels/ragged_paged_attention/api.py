@@ -12,6 +12,7 @@ are not made for, and for what they cannot do.
 import importlib
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from types import ModuleType
 
 import jax
@@ -90,6 +91,29 @@ def pages_from_tokens(kv_BC2KH: Array, implementation: str | None = None) -> Arr
 def tokens_from_pages(kv_pages: Array, num_kv_heads: int, head_dim: int, implementation: str | None = None) -> Array:
     """The inverse of `pages_from_tokens`: [pages, page_size, 2, K, H]."""
     return _module(implementation).tokens_from_pages(kv_pages, num_kv_heads, head_dim)
+
+
+def view_pages(
+    kv_pages: Array, page_size: int, num_kv_heads: int, head_dim: int, implementation: str | None = None
+) -> Array:
+    """A cache array seen as pages for such heads: r to one, page p being the pages p * r to p * r + r - 1.
+
+    So layers with different heads can share an array. Nothing is moved. Raises ValueError where something would have to
+    be, and where a page is not made up of a whole number of the new ones.
+    """
+    spec = KVCacheSpec(
+        num_pages=1, page_size=page_size, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=kv_pages.dtype
+    )
+    _, *page_shape = kv_cache_shape(spec, implementation)
+    if prod(kv_pages.shape[1:]) % prod(page_shape):
+        raise ValueError(f"a page of shape {kv_pages.shape[1:]} is not made up of pages of shape {tuple(page_shape)}")
+    is_tiled = (implementation or default_implementation()) == "tpu"
+    if is_tiled and kv_pages.shape[2:] != tuple(page_shape[1:]):
+        raise ValueError(
+            f"a page of shape {kv_pages.shape[1:]} can only be copied to pages of shape {tuple(page_shape)}: "
+            "on a TPU the last two axes lie in tiles"
+        )
+    return kv_pages.reshape(-1, *page_shape)
 
 
 @partial(

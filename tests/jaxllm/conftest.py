@@ -14,13 +14,12 @@ from tiny_tokenizer import write_tokenizer
 
 from jaxllm import LLM
 from jaxllm.config import EngineConfig, ResolvedConfig, resolve
+from jaxllm.engine.kv_cache import KVCacheLayout
 from jaxllm.engine.runner import Runner
 from jaxllm.layers.attention import StepMetadata
 from jaxllm.layers.kv_caches import KVCaches
-from jaxllm.layers.layer_groups import LayerGroups
 from jaxllm.loading.sources import open_checkpoint
 from jaxllm.models.model import Model
-from jaxllm.pallas_kernels.ragged_paged_attention import KVCacheSpec, kv_cache_shape
 from jaxllm.scheduler import Request, Scheduler, SchedulerConfig, StepBatch, pick_bucket
 
 # No test may find what another run has left: programs compiled for a TPU cannot even be read again without one.
@@ -33,31 +32,31 @@ class Forward:
     T, PAGE_SIZE = 64, 8
 
     def __init__(self, model: Model, mesh: Mesh, max_len: int):
-        self._groups = groups = LayerGroups.of(model.config.sliding_windows, max_len)
+        self._layout = KVCacheLayout.of(
+            model.config.cache_specs,
+            max_len,
+            page_size=self.PAGE_SIZE,
+            dtype=jnp.dtype(jnp.float32),
+            implementation="xla",
+            mesh=mesh,
+        )
 
         def forward(weights, kv_pages, ids_T, positions_T, kv_lens_S, page_table_GSP, cu_q_lens, num_seqs):
             metadata = StepMetadata(positions_T, kv_lens_S, cu_q_lens, num_seqs, False, "xla")
             module = model.bind(weights)
-            caches = KVCaches(kv_pages, page_table_GSP, groups)
+            caches = KVCaches(kv_pages, page_table_GSP, self._layout.groups, self.PAGE_SIZE)
             hidden_TD = module(ids_T, caches, metadata)
             return module.logits(hidden_TD), caches.arrays
 
         # Made for a few calls: here quick compilation is worth more than quick code.
         self._forward = jax.jit(forward, donate_argnums=1, compiler_options={"xla_backend_optimization_level": 0})
-        self._config, self._mesh = model.config, mesh
+        self._mesh = mesh
         self._max_pages = -(-max_len // self.PAGE_SIZE)
 
     def __call__(self, weights: list[jax.Array], token_ids: Sequence[int], chunk_lens: Sequence[int]) -> np.ndarray:
         """float32 [len(token_ids), V], from a forward pass for each chunk over one cache."""
-        T, P, G = self.T, self._max_pages, self._groups.num_groups
-        spec = KVCacheSpec(
-            num_pages=G * P + 1,
-            page_size=self.PAGE_SIZE,
-            num_kv_heads=self._config.num_kv_heads,
-            head_dim=self._config.head_dim,
-            dtype=jnp.dtype(jnp.float32),
-        )
-        kv_pages = [jnp.zeros(kv_cache_shape(spec), jnp.float32) for _ in range(self._groups.num_arrays)]
+        T, P, G = self.T, self._max_pages, self._layout.groups.num_groups
+        kv_pages = self._layout.allocate(G * P + 1)
         page_table_GSP = np.random.default_rng(0).permutation(G * P).reshape(G, 1, P).astype(np.int32) + 1
         logits, start = [], 0
         for chunk_len in chunk_lens:

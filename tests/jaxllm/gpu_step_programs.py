@@ -67,7 +67,7 @@ def describe(runner: Runner, bucket: Bucket) -> dict[str, object]:
     return {
         "is_decode_only": bucket.is_decode_only,
         "implementation": runner._layout.implementation,
-        "num_layers": runner._layout.num_arrays,
+        "num_layers": runner.groups.num_arrays,
         "cache_tokens": runner.num_pages * runner._config.page_size,
         "caches_bytes": runner.num_pages * runner._layout.page_bytes(),
         "one_cache_bytes": prod(cache_shape) * runner._layout.dtype.itemsize,

@@ -76,10 +76,14 @@ def test_every_key_of_transformers_is_read_or_refused_or_without_effect(model_ty
 def test_an_empty_config_is_that_of_transformers(model_type):
     ours, theirs = parse(model_type, {}), CONFIG_MAPPING[model_type]()
     assert ours.num_layers == theirs.num_hidden_layers
-    assert ours.num_kv_heads == theirs.num_key_value_heads
-    assert ours.head_dim == getattr(theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads)
+    head_dim = getattr(theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads)
+    assert {(spec.num_kv_heads, spec.head_dim) for spec in ours.cache_specs} == {(theirs.num_key_value_heads, head_dim)}
     assert ours.tie_embeddings == theirs.tie_word_embeddings
-    assert ours.sliding_windows == _their_windows(theirs)
+    assert _windows(ours) == _their_windows(theirs)
+
+
+def _windows(ours):
+    return tuple(spec.sliding_window for spec in ours.cache_specs)
 
 
 def _their_windows(theirs):
@@ -110,7 +114,7 @@ def _their_windows(theirs):
 def test_windows_are_those_of_transformers(model_type, stated):
     stated = {"num_hidden_layers": 4, **stated}
     theirs = _their_windows(CONFIG_MAPPING[model_type](**stated))
-    assert parse(model_type, stated).sliding_windows == (theirs if model_type != "llama" else (None,) * len(theirs))
+    assert _windows(parse(model_type, stated)) == (theirs if model_type != "llama" else (None,) * len(theirs))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +128,7 @@ def test_windows_are_those_of_transformers(model_type, stated):
 )
 def test_windows_of_gemma_are_those_of_transformers(stated):
     stated = {"num_hidden_layers": 8, **stated}
-    assert parse("gemma3_text", stated).sliding_windows == _their_windows(CONFIG_MAPPING["gemma3_text"](**stated))
+    assert _windows(parse("gemma3_text", stated)) == _their_windows(CONFIG_MAPPING["gemma3_text"](**stated))
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -3,23 +3,26 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 
 from jaxllm.engine.kv_cache import (
-    KV_CACHE_PARTITION,
     KVCacheLayout,
     MemoryBudget,
     host_memory_bytes,
     memory_limit_bytes,
 )
-from jaxllm.errors import OutOfMemoryError
+from jaxllm.errors import ConfigError, OutOfMemoryError
+from jaxllm.layers.cache_spec import CacheSpec
 from jaxllm.pallas_kernels.ragged_paged_attention import KVCacheSpec, kv_cache_shape
 
+SPEC = CacheSpec(num_kv_heads=2, head_dim=16)
 
-def layout(dtype="float32", **changes):
+
+def layout(dtype="float32", specs=(SPEC,) * 3, page_size=8, implementation=None):
     mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    sizes = {"num_arrays": 3, "page_size": 8, "num_kv_heads": 2, "head_dim": 16, "implementation": None} | changes
-    return KVCacheLayout(dtype=jnp.dtype(dtype), sharding=NamedSharding(mesh, KV_CACHE_PARTITION), **sizes)
+    return KVCacheLayout.of(
+        specs, 1024, page_size=page_size, dtype=jnp.dtype(dtype), implementation=implementation, mesh=mesh
+    )
 
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("bfloat16", 2)])
@@ -37,6 +40,30 @@ def test_there_are_as_many_arrays_of_zeros_as_a_group_has_layers():
     assert not any(array.any() for array in arrays)
     assert len({array.unsafe_buffer_pointer() for array in arrays}) == 3
     assert all(array.sharding == struct.sharding for array, struct in zip(arrays, layout().structs(5), strict=True))
+
+
+def choose(layout):
+    return layout.choose_implementation(num_heads=4, q_dtype=jnp.dtype("float32"), max_seqs=4, max_pages_per_seq=8)
+
+
+def test_layers_that_keep_different_things_see_pages_of_one_array():
+    small, large = CacheSpec(num_kv_heads=2, head_dim=16), CacheSpec(num_kv_heads=4, head_dim=32)
+    (array,) = layout(specs=(small,) * 3 + (large,)).allocate(5)
+    assert array.shape == (5, 4 * 4, 8, 16)
+    chosen = choose(layout(specs=(small,) * 3 + (large,)))
+    assert chosen.implementation == "xla"
+    assert chosen.page_bytes() == array.nbytes // 5
+
+
+def test_on_a_tpu_heads_that_fill_other_tiles_are_refused():
+    def specs(*head_dims):
+        return [CacheSpec(num_kv_heads=2, head_dim=head_dim) for head_dim in head_dims]
+
+    choose(layout(specs=specs(64, 128), page_size=16, implementation="tpu"))
+    with pytest.raises(
+        ConfigError, match=r"attention: .* can only be copied .*: on a TPU the last two axes lie in tiles"
+    ):
+        choose(layout(specs=specs(128, 256), page_size=16, implementation="tpu"))
 
 
 BUDGET = MemoryBudget(limit_bytes=1_000_000_000, weights_bytes=600_000_000, temporaries_bytes=150_000_000)

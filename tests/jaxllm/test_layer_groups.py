@@ -9,7 +9,8 @@ import pytest
 from tiny_models import write_tiny_model
 
 from jaxllm import LLM
-from jaxllm.layers.layer_groups import LayerGroups
+from jaxllm.layers.cache_spec import CacheSpec
+from jaxllm.layers.layer_groups import LayerGroups, Place
 from jaxllm.scheduler import Request, SampledTokens, Scheduler, SchedulerConfig
 from jaxllm.scheduler.windows import num_request_pages
 
@@ -17,37 +18,60 @@ GEMMA3_270M = (512, 512, 512, 512, 512, None) * 3
 GEMMA3_27B = tuple(None if layer % 6 == 5 else 1024 for layer in range(62))
 
 
+def groups_of(windows, max_model_len):
+    specs = [CacheSpec(num_kv_heads=1, head_dim=256, sliding_window=window) for window in windows]
+    return LayerGroups.of(specs, max_model_len)
+
+
 def places_by_group(groups):
-    return [sorted(array for group, array in groups.places if group == g) for g in range(groups.num_groups)]
+    return [sorted(place.array for place in groups.places if place.group == g) for g in range(groups.num_groups)]
 
 
 def test_one_kind_of_layer_is_one_group_and_each_layer_has_an_array():
     for window in (None, 4096):
-        groups = LayerGroups.of((window,) * 30, max_model_len=8192)
-        assert groups == LayerGroups((window,), 30, tuple((0, layer) for layer in range(30)))
+        groups = groups_of((window,) * 30, max_model_len=8192)
+        assert groups == LayerGroups((window,), 30, tuple(Place(0, layer) for layer in range(30)))
 
 
 def test_kinds_are_cut_into_groups_of_the_rarest():
-    groups = LayerGroups.of(GEMMA3_270M, max_model_len=32_768)
+    groups = groups_of(GEMMA3_270M, max_model_len=32_768)
     assert groups.windows == (512,) * 5 + (None,)
     assert groups.num_arrays == 3
     assert places_by_group(groups) == [[0, 1, 2]] * 6
-    assert [group for group, _ in groups.places][5::6] == [5] * 3
+    assert [place.group for place in groups.places][5::6] == [5] * 3
     assert len(set(groups.places)) == 18, "two layers in one place"
 
 
 def test_a_group_may_be_smaller_where_that_costs_least():
-    groups = LayerGroups.of(GEMMA3_27B, max_model_len=131_072)
+    groups = groups_of(GEMMA3_27B, max_model_len=131_072)
     assert (groups.num_arrays, groups.windows) == (10, (1024,) * 6 + (None,))
     assert [len(places) for places in places_by_group(groups)] == [10, 10, 10, 10, 10, 2, 10]
     # Twelve with a window and thirteen without: groups of twelve would keep twenty-four layers of everything.
-    groups = LayerGroups.of((1024,) * 12 + (None,) * 13, max_model_len=131_072)
+    groups = groups_of((1024,) * 12 + (None,) * 13, max_model_len=131_072)
     assert (groups.num_arrays, groups.windows) == (13, (1024, None))
 
 
 def test_a_window_that_no_request_fills_is_none():
-    assert LayerGroups.of(GEMMA3_270M, max_model_len=512).windows == (None,)
-    assert LayerGroups.of(GEMMA3_270M, max_model_len=513).num_groups == 6
+    assert groups_of(GEMMA3_270M, max_model_len=512).windows == (None,)
+    assert groups_of(GEMMA3_270M, max_model_len=513).num_groups == 6
+
+
+def test_layers_that_keep_less_share_pieces_so_that_pages_have_no_rest():
+    """Shapes like Gemma 4's: 50 layers with a window, and 10 without, which keep half as much of a token, or twice."""
+    local = CacheSpec(num_kv_heads=16, head_dim=256, sliding_window=1024)
+    for heads, num_arrays, num_groups in ((4, 5, 11), (16, 10, 4)):
+        specs = ((local,) * 5 + (CacheSpec(num_kv_heads=heads, head_dim=512),)) * 10
+        groups = LayerGroups.of(specs, max_model_len=131_072)
+        assert (groups.num_arrays, groups.num_groups) == (num_arrays, num_groups)
+        assert len(set(groups.places)) == 60, "two layers in one place"
+        piece_size = max(spec.token_size for spec in specs)
+        kept = [0] * groups.num_groups
+        for spec, place in zip(specs, groups.places, strict=True):
+            assert place.num_parts * spec.token_size == piece_size
+            assert place.part < place.num_parts
+            assert place.array < num_arrays
+            kept[place.group] += spec.token_size
+        assert sum(size < num_arrays * piece_size for size in kept) <= 1, "the last group of a kind at most"
 
 
 # In the programs
@@ -148,7 +172,7 @@ def test_an_engine_counts_pages_by_group(tmp_path, write_tokenizer):
     [(GEMMA3_270M, 4096, 0.30), (GEMMA3_270M, 32_768, 0.19), (GEMMA3_27B, 4096, 0.42), (GEMMA3_27B, 32_768, 0.20)],
 )
 def test_gemma_3_takes_a_fraction_of_the_memory_of_one_table(layers, num_tokens, at_most):
-    groups = LayerGroups.of(layers, max_model_len=num_tokens + 200)
+    groups = groups_of(layers, max_model_len=num_tokens + 200)
     config = SchedulerConfig(
         max_num_seqs=1,
         max_num_batched_tokens=2048,

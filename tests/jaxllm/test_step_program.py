@@ -9,10 +9,11 @@ import pytest
 
 from jaxllm.engine import step_program
 from jaxllm.engine.device_state import DeviceState
+from jaxllm.engine.kv_cache import KVCacheLayout
 from jaxllm.engine.runner import StepHandle
 from jaxllm.engine.sampler import Logprobs, Sampled
 from jaxllm.engine.step_program import StepResult, make_step
-from jaxllm.layers.layer_groups import LayerGroups
+from jaxllm.layers.cache_spec import CacheSpec
 from jaxllm.scheduler import (
     BatchLayout,
     Bucket,
@@ -68,7 +69,9 @@ def test_a_setting_reaches_the_sampler_by_its_declaration_alone(monkeypatch):
     plan = scheduler.schedule()
     batch = StepBatch.build(plan, scheduler.table, Bucket.mixed(8, 4))
     assert batch.bonus.tolist() == [0.5, 0.25, 0.25, 0.25]  # The last one is padding.
-    step = jax.jit(make_step(NoModel(), batch.layout, LayerGroups.of([None], 16), None))
+    spec, mesh = CacheSpec(num_kv_heads=1, head_dim=16), jax.make_mesh((1, 1), ("data", "model"))
+    caches = KVCacheLayout.of([spec], 16, page_size=8, dtype=jnp.dtype("float32"), implementation="xla", mesh=mesh)
+    step = jax.jit(make_step(NoModel(), batch.layout, caches))
     _, state, result = step([], [], DeviceState(jnp.zeros(5, jnp.int32)), batch.buffer)
     assert state.last_token_ids.tolist() == [50, 25, 25, 0, 25]
     sampled = StepHandle(result).sampled(plan.num_seqs)

@@ -318,3 +318,13 @@ def test_pages_give_back_their_tokens_in_every_bit(implementation, kv_dtype, num
     assert kv_pages.dtype == spec.dtype
     back_BC2KH = np.asarray(api.tokens_from_pages(kv_pages, num_kv_heads, head_dim, implementation))
     np.testing.assert_array_equal(bits(back_BC2KH), bits(kv_BC2KH))
+
+
+def test_pages_are_seen_as_those_of_smaller_heads_without_a_copy():
+    kv_pages = np.arange(3 * 4 * 8 * 64, dtype=np.float32).reshape(3, 4, 8, 64)  # 2 heads of 64
+    view = api.view_pages(kv_pages, 8, num_kv_heads=1, head_dim=32, implementation="xla")
+    assert view.shape == (3 * 4, 2, 8, 32)
+    for page in range(3):
+        assert np.array_equal(view[4 * page : 4 * page + 4].ravel(), kv_pages[page].ravel())
+    with pytest.raises(ValueError, match=r"page of shape \(4, 8, 64\) is not made up of pages of shape \(6, 8, 64\)"):
+        api.view_pages(kv_pages, 8, num_kv_heads=3, head_dim=64, implementation="xla")
