@@ -35,7 +35,7 @@ from systems import find_gguf
 
 from jaxllm import EngineConfig, SamplingParams
 from jaxllm.engine.core_request import CoreRequest
-from jaxllm.engine.output_processor import OutputProcessor
+from jaxllm.engine.text.output_processor import OutputProcessor
 from jaxllm.loading.sources import open_checkpoint
 
 BARS = {"free": 10_000, "short": 400, "added": 3.0}

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from jaxllm.control_tokens import ControlTokens
     from jaxllm.conversation import Conversation
     from jaxllm.engine.engine_info import EngineInfo
-    from jaxllm.engine.engine_process import EngineProcess
     from jaxllm.engine.engine_stats import EngineStats
-    from jaxllm.engine.output_stream import OutputStream
+    from jaxllm.engine.process.owner import EngineProcess
+    from jaxllm.engine.text.output_stream import OutputStream
     from jaxllm.errors import ConfigError, EngineDeadError, InvalidRequestError, JaxLLMError, OverloadedError
     from jaxllm.llm import LLM
     from jaxllm.outputs import CompletionOutput, OutputDelta, RequestMetrics, RequestOutput, TokenLogprobs
@@ -32,13 +32,13 @@ _HOMES = {
     "EngineConfig": "config",
     "EngineDeadError": "errors",
     "EngineInfo": "engine.engine_info",
-    "EngineProcess": "engine.engine_process",
+    "EngineProcess": "engine.process.owner",
     "EngineStats": "engine.engine_stats",
     "InvalidRequestError": "errors",
     "JaxLLMError": "errors",
     "LLM": "llm",
     "OutputDelta": "outputs",
-    "OutputStream": "engine.output_stream",
+    "OutputStream": "engine.text.output_stream",
     "OverloadedError": "errors",
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",

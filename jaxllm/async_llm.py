@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine.core_client import CoreClient, State
-from jaxllm.engine.core_messages import Abort, Profile, ResetPrefixCache
 from jaxllm.engine.core_output import CoreOutput
 from jaxllm.engine.core_request import CoreRequest
-from jaxllm.engine.detokenizer import Detokenizer, token_bytes
 from jaxllm.engine.engine_info import EngineInfo
-from jaxllm.engine.engine_process import EngineProcess
 from jaxllm.engine.engine_stats import EngineStats
-from jaxllm.engine.output_processor import OutputProcessor, Processed
-from jaxllm.engine.output_stream import OutputStream
+from jaxllm.engine.process.client import CoreClient, State
+from jaxllm.engine.process.messages import Abort, Profile, ResetPrefixCache
+from jaxllm.engine.process.owner import EngineProcess
+from jaxllm.engine.text.detokenizer import Detokenizer, token_bytes
+from jaxllm.engine.text.output_processor import OutputProcessor, Processed
+from jaxllm.engine.text.output_stream import OutputStream
 from jaxllm.errors import InvalidRequestError
 from jaxllm.loading.sources import open_checkpoint
 from jaxllm.outputs import OutputDelta

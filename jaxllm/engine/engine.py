@@ -10,8 +10,8 @@ from jaxllm.config import EngineConfig, ResolvedConfig
 from jaxllm.engine.core_output import CoreOutput
 from jaxllm.engine.core_request import CoreRequest
 from jaxllm.engine.engine_core import EngineCore
-from jaxllm.engine.output_processor import OutputProcessor
 from jaxllm.engine.runner import Runner
+from jaxllm.engine.text.output_processor import OutputProcessor
 from jaxllm.loading.sources import open_checkpoint
 from jaxllm.outputs import CompletionOutput, OutputDelta, RequestMetrics, RequestOutput
 from jaxllm.sampling_params import SamplingParams

@@ -3,7 +3,7 @@
 from collections import defaultdict
 
 from jaxllm import OutputDelta, OutputStream
-from jaxllm.engine.output_stream import _merged
+from jaxllm.engine.text.output_stream import _merged
 
 
 async def collect(stream: OutputStream) -> list[OutputDelta]:

@@ -11,8 +11,8 @@ from tiny_models import write_tiny_model
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.engine import runner
-from jaxllm.engine.output_processor import OutputProcessor
 from jaxllm.engine.runner import Runner, StepHandle
+from jaxllm.engine.text.output_processor import OutputProcessor
 from jaxllm.errors import ConfigError, InvalidRequestError, ModelNotFoundError, TokenizerNotFoundError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

@@ -46,7 +46,7 @@ def test_the_engines_lines_are_as_those_of_the_server(run_serve):
 
     def engine_lines() -> list[dict]:
         lines = [json.loads(line) for line in server.lines]
-        return [line for line in lines if line.get("logger") == "jaxllm.engine.core_server"]
+        return [line for line in lines if line.get("logger") == "jaxllm.engine.process.server"]
 
     def ask(prompt: str) -> int:
         body = {"model": "stub", "prompt": prompt, "max_tokens": 3}
@@ -57,7 +57,9 @@ def test_the_engines_lines_are_as_those_of_the_server(run_serve):
     (line,) = engine_lines()
     assert (line["level"], line["message"]) == ("error", "a step failed; the requests that were in it end")
     assert "a defect in step" in line["exception"]
-    os.kill(next(p for p in server.find_processes()[1:] if "core_process" in " ".join(p.cmdline())).pid, signal.SIGKILL)
+    os.kill(
+        next(p for p in server.find_processes()[1:] if "process.child" in " ".join(p.cmdline())).pid, signal.SIGKILL
+    )
     server.wait_for(lambda: httpx.get(server.url + "/ready").status_code == 503)
     server.wait_for(lambda: httpx.get(server.url + "/ready").status_code == 200)
     assert ask("!raise") == 500

@@ -99,7 +99,7 @@ def gemma3(tiny_model):
     """A runner and its config, prompts longer than the window of 8, and how transformers continues them."""
     runner, config = tiny_model("gemma3").start_runner(page_size=4, num_pages=200, max_num_batched_tokens=16)
     runner.wait_until_compiled()
-    with np.load(Path(__file__).parent.parent / "data" / "tiny_goldens" / "gemma3.npz") as golden:
+    with np.load(Path(__file__).parents[2] / "data" / "tiny_goldens" / "gemma3.npz") as golden:
         ends = np.cumsum(golden["prompt_lens"])
         prompts = [
             golden["prompt_ids"][end - n : end].tolist() for end, n in zip(ends, golden["prompt_lens"], strict=True)

@@ -4,7 +4,7 @@ import pytest
 
 from jaxllm import SamplingParams, TokenLogprobs
 from jaxllm.engine.core_output import CoreOutput
-from jaxllm.engine.output_processor import OutputProcessor
+from jaxllm.engine.text.output_processor import OutputProcessor
 from jaxllm.loading.sources import open_checkpoint
 
 EOS = 2

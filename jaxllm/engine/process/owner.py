@@ -13,12 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine.core_process import CANNOT_START, LaunchOrder, write_error
+from jaxllm.engine.process.child import CANNOT_START, LaunchOrder, write_error
 from jaxllm.errors import ConfigError, EngineDeadError
 
 logger = logging.getLogger(__name__)
 
-_MAIN = "from jaxllm.engine.core_process import main; main()"
+_MAIN = "from jaxllm.engine.process.child import main; main()"
 _MAX_PATH_BYTES = 100  # of a local socket; the system's limit is 107
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 30.0
 _LONG_LIFE_S = 60.0  # after so much, a death is not held against the next life

@@ -14,7 +14,7 @@ from jaxllm import SamplingParams
 from jaxllm.engine.sampler import NUM_TOP_LOGPROBS, _top_k_by_parts, logprobs
 from jaxllm.sampling_params import MAX_LOGPROBS
 
-DATA = Path(__file__).parent.parent / "data"
+DATA = Path(__file__).parents[2] / "data"
 TOLERANCE = 3e-4  # as for logits, in test_models.py
 jitted_logprobs = jax.jit(logprobs)
 

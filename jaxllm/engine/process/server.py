@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from jaxllm.engine.core import Core
-from jaxllm.engine.core_messages import (
+from jaxllm.engine.core_output import CoreOutput, Key
+from jaxllm.engine.process.frame_socket import FrameSocket
+from jaxllm.engine.process.messages import (
     Abort,
     Ack,
     Answer,
@@ -29,8 +31,6 @@ from jaxllm.engine.core_messages import (
     decode_to_core,
     encode,
 )
-from jaxllm.engine.core_output import CoreOutput, Key
-from jaxllm.engine.frame_socket import FrameSocket
 from jaxllm.errors import InvalidRequestError, JaxLLMError, OverloadedError
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from jaxllm.engine.detokenizer import _BYTE_OF_CHARACTER, Detokenizer
-from jaxllm.engine.output_processor import OutputProcessor
+from jaxllm.engine.text.detokenizer import _BYTE_OF_CHARACTER, Detokenizer
+from jaxllm.engine.text.output_processor import OutputProcessor
 from jaxllm.errors import UnsupportedModelError
 
 CORPUS = ["the quick brown fox jumps over the lazy dog", "hello there, hello world! hello you"] * 5

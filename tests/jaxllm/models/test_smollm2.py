@@ -11,7 +11,7 @@ from scipy.special import logsumexp
 
 from jaxllm import SamplingParams
 
-DATA = Path(__file__).parent.parent / "data"
+DATA = Path(__file__).parents[2] / "data"
 GOLDENS = json.loads((DATA / "smollm2_goldens.json").read_text())["prompts"]
 LOGIT_TOLERANCE = 5e-4  # The largest logit is 35; float32 in another order of summation gives 8e-5.
 

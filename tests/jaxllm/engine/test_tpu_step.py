@@ -24,7 +24,7 @@ from jaxllm.models.model import Model
 from jaxllm.pallas_kernels.tpu_target import tpu_mesh
 from jaxllm.scheduler.buckets import Bucket
 
-LIBTPU = Path(__file__).parents[2] / ".libtpu" / "libtpu" / "libtpu.so"
+LIBTPU = Path(__file__).parents[3] / ".libtpu" / "libtpu" / "libtpu.so"
 HBM_BYTES = 32e9  # v6e: https://cloud.google.com/tpu/docs/v6e
 
 # With the chips that they are split over.

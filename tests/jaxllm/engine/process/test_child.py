@@ -24,7 +24,7 @@ from jaxllm.errors import (
     OverloadedError,
 )
 
-SERVER_TESTS = str(Path(__file__).parents[1] / "server")  # where the engine without JAX is
+SERVER_TESTS = str(Path(__file__).parents[3] / "server")  # where the engine without JAX is
 
 STUB = "stub_engine:StubEngine"
 FREE = "stub_engine:FreeStepEngine"

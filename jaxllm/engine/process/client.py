@@ -8,7 +8,12 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jaxllm.errors
-from jaxllm.engine.core_messages import (
+from jaxllm.engine.core_output import CoreOutput
+from jaxllm.engine.core_request import CoreRequest
+from jaxllm.engine.engine_info import EngineInfo
+from jaxllm.engine.engine_stats import EngineStats
+from jaxllm.engine.process.frame_socket import FrameSocket
+from jaxllm.engine.process.messages import (
     Ack,
     Answer,
     End,
@@ -24,12 +29,7 @@ from jaxllm.engine.core_messages import (
     decode_to_client,
     encode,
 )
-from jaxllm.engine.core_output import CoreOutput
-from jaxllm.engine.core_request import CoreRequest
-from jaxllm.engine.engine_info import EngineInfo
-from jaxllm.engine.engine_process import error_path
-from jaxllm.engine.engine_stats import EngineStats
-from jaxllm.engine.frame_socket import FrameSocket
+from jaxllm.engine.process.owner import error_path
 from jaxllm.errors import EngineDeadError, InvalidRequestError, JaxLLMError, OverloadedError
 
 State = Literal["starting", "ready", "restarting", "stopped"]

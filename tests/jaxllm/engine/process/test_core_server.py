@@ -12,13 +12,13 @@ from stream_reading import collect
 from stub_engine import StubEngine
 
 from jaxllm import AsyncLLM, EngineConfig, SamplingParams
-from jaxllm.engine import core_server
-from jaxllm.engine.core_messages import Ack, Submit, Taken, Tokens, decode_to_client, encode
 from jaxllm.engine.core_output import CoreOutput
-from jaxllm.engine.core_process import listen
 from jaxllm.engine.core_request import CoreRequest
-from jaxllm.engine.core_server import CoreServer
-from jaxllm.engine.frame_socket import FrameSocket
+from jaxllm.engine.process import server as core_server
+from jaxllm.engine.process.child import listen
+from jaxllm.engine.process.frame_socket import FrameSocket
+from jaxllm.engine.process.messages import Ack, Submit, Taken, Tokens, decode_to_client, encode
+from jaxllm.engine.process.server import CoreServer
 
 PATIENCE_S = 30.0  # on a busy machine
 

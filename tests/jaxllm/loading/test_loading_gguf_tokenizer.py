@@ -17,7 +17,7 @@ from jaxllm.errors import CorruptCheckpointError, TokenizerNotFoundError, Unsupp
 from jaxllm.loading.gguf_tokenizer import REFUSED, SPECIAL_TOKENS, build_tokenizer
 from jaxllm.loading.sources import open_checkpoint
 
-GOLDENS = json.loads((Path(__file__).parents[1] / "data/smollm2_tokenizer.json").read_text(encoding="utf-8"))
+GOLDENS = json.loads((Path(__file__).parents[2] / "data/smollm2_tokenizer.json").read_text(encoding="utf-8"))
 TEXTS = [golden["text"] for golden in GOLDENS["texts"]]
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 

@@ -8,7 +8,7 @@ from tiny_models import TINY_MODELS
 
 from jaxllm.errors import ConfigError
 
-GOLDENS = Path(__file__).parent.parent / "data" / "tiny_goldens"
+GOLDENS = Path(__file__).parents[2] / "data" / "tiny_goldens"
 FLOAT32_TOLERANCE = 3e-4  # Rounding gives 3e-5; the smallest mistake tried in a config 1.5e-3.
 
 # These rotations depend on the length of the text. Ours is that of max_model_len (`make_rope`), so a prompt longer

@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
-from jaxllm.engine import frame_socket
-from jaxllm.engine.frame_socket import FrameSocket
+from jaxllm.engine.process import frame_socket
+from jaxllm.engine.process.frame_socket import FrameSocket
 
 FRAMES = [b"a", b"", b"x" * 1000, bytes(range(256)), b"end"]
 

@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from jaxllm.engine.stop_strings import StopStrings
+from jaxllm.engine.text.stop_strings import StopStrings
 
 
 def feed(pieces, stop, *, include=False) -> tuple[str, str | None, list[str]]:

@@ -6,8 +6,8 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from jaxllm.engine.core_output import CoreOutput, Key
-from jaxllm.engine.detokenizer import Detokenizer
-from jaxllm.engine.stop_strings import StopStrings
+from jaxllm.engine.text.detokenizer import Detokenizer
+from jaxllm.engine.text.stop_strings import StopStrings
 from jaxllm.outputs import FinishReason, OutputDelta, RequestMetrics, TokenLogprobs
 from jaxllm.sampling_params import SamplingParams
 

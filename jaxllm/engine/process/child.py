@@ -1,7 +1,7 @@
 """An engine core in a process of its own, which serves its clients at a local socket.
 
-`python -c "from jaxllm.engine.core_process import main; main()"` is what `EngineProcess` starts; the launch order comes
-through stdin, and when stdin ends, so does the process. What runs in it is any class with the methods of `Core`:
+`python -c "from jaxllm.engine.process.child import main; main()"` is what `EngineProcess` starts; the launch order
+comes through stdin, and when stdin ends, so does the process. What runs in it is any class with the methods of `Core`:
 
     class MyCore:
         def __init__(self, config: EngineConfig): ...
@@ -32,7 +32,7 @@ from pathlib import Path
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.core import Core
-from jaxllm.engine.core_server import CoreServer, described
+from jaxllm.engine.process.server import CoreServer, described
 from jaxllm.errors import EngineDeadError, JaxLLMError
 
 logger = logging.getLogger(__name__)
