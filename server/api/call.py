@@ -3,16 +3,14 @@
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import Annotated
 
-from fastapi import Request
+from fastapi import Depends, Request
 from starlette.datastructures import Headers
 
 from jaxllm.server.api.errors import ApiError
 from jaxllm.server.api.keys import Caller, caller_of
-
-if TYPE_CHECKING:
-    from jaxllm.server.http.app import Server
+from jaxllm.server.api.server import server_of
 
 _MAX_PRIORITY = 2**31 - 1
 _MAX_TIMEOUT_S = 30 * 24 * 3600.0
@@ -69,20 +67,24 @@ it makes a model of each, every time."""
 
 
 async def read_call(request: Request) -> Call:
-    """`call: Call = Depends(read_call)`. Raises ApiError 401 for a wrong key, 400 for a header that cannot be."""
+    """Raises ApiError 401 for a wrong key, 400 for a header that cannot be."""
     caller = caller_of(request)
-    server: Server = request.app.state.server
+    config = server_of(request).config
     headers = request.headers
     return Call(
         request_id=request.scope["request_id"],
         endpoint=request.url.path,
         caller=caller,
         priority=_priority("X-Priority", _number(headers, "X-Priority", int) or 0, caller),
-        timeout_s=_timeout(headers, "X-Timeout-S", server.config.request_timeout_s),
-        queue_timeout_s=_timeout(headers, "X-Queue-Timeout-S", server.config.queue_timeout_s),
+        timeout_s=_timeout(headers, "X-Timeout-S", config.request_timeout_s),
+        queue_timeout_s=_timeout(headers, "X-Queue-Timeout-S", config.queue_timeout_s),
         received=time.monotonic(),
         trace_headers={name: headers[name] for name in ("traceparent", "tracestate") if name in headers},
     )
+
+
+CallDep = Annotated[Call, Depends(read_call)]
+"""`call: CallDep`, a parameter of a route."""
 
 
 def _number[T: (int, float)](headers: Headers, name: str, kind: type[T]) -> T | None:

@@ -3,20 +3,17 @@
 import logging
 import math
 import reprlib
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
-from starlette.routing import Match
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Scope
 
 from jaxllm import EngineDeadError, InvalidRequestError, OverloadedError
-from jaxllm.server.api.json_fault import json_fault, place_in
+from jaxllm.server.api.json_fault import place_in
 
 logger = logging.getLogger("jaxllm.server")
 
@@ -67,6 +64,17 @@ class AnthropicErrorBody(BaseModel):
     type: Literal["error"]
     error: AnthropicErrorDetail
     request_id: str
+
+
+def _documented(body: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    return {
+        "4XX": {"model": body, "description": "The request is at fault, or comes at a bad time."},
+        "5XX": {"model": body, "description": "The server is at fault, or not in service."},
+    }
+
+
+OPENAI_ERRORS, ANTHROPIC_ERRORS = _documented(ErrorBody), _documented(AnthropicErrorBody)
+"""For `responses` of routes, by whose clients ask."""
 
 
 class ApiError(HTTPException):
@@ -159,21 +167,6 @@ def blamed_as(names: Mapping[str, str]) -> Iterator[None]:
         raise
 
 
-def error_response(scope: Scope, error: ApiError) -> JSONResponse:
-    """The answer to the request of this scope, in the shape that its client reads. It is counted, and logged unless
-    that has been done."""
-    server = scope["app"].state.server
-    server.metrics.refused(error.status)
-    if not scope.get("jaxllm.is_logged"):
-        server.log.refused(
-            endpoint=_shortened(scope["path"]),
-            request_id=scope["request_id"],
-            status=error.status,
-            message=error.logged,
-        )
-    return JSONResponse(error_body(scope, error), error.status, error.headers)
-
-
 def error_body(scope: Scope, error: ApiError) -> dict[str, Any]:
     """In the shape that the client of this request reads."""
     return error.anthropic_body(scope["request_id"]) if speaks_anthropic(scope) else error.body()
@@ -186,77 +179,6 @@ def speaks_anthropic(scope: Scope) -> bool:
     )
 
 
-def documented_errors(path: str) -> dict[int | str, dict[str, Any]]:
-    """For the description of a route, or of routes under a path."""
-    model = AnthropicErrorBody if path.startswith(_ANTHROPIC_PATH) else ErrorBody
-    return {
-        "4XX": {"model": model, "description": "The request is at fault, or comes at a bad time."},
-        "5XX": {"model": model, "description": "The server is at fault, or not in service."},
-    }
-
-
-def add_error_handlers(app: FastAPI) -> None:
-    """Every answer with an error comes from here, also for unknown paths and for exceptions of ours."""
-
-    async def answer_expected(request: Request, error: Exception) -> JSONResponse:
-        api_error = ApiError.of(error)
-        is_ours = isinstance(error, ApiError) or not isinstance(error, HTTPException)
-        if not is_ours and isinstance(error.__cause__, ValueError | RecursionError):
-            # FastAPI's, for JSON that Python gives up, without a word of why.
-            body = b"".join(request.scope.get("jaxllm.body", ()))
-            api_error.message = f"the body cannot be read: {json_fault(body)}"
-        if type(error) is HTTPException and error.status_code in (404, 405):  # Starlette's, which names neither
-            api_error.message = f"there is no {request.method} {_shortened(request.url.path)} here"
-            if error.status_code == 405:
-                if "model" in request.path_params:  # What is no model takes no GET either.
-                    try:
-                        request.app.state.server.check_model(request.path_params["model"])
-                    except ApiError as unknown:
-                        return error_response(request.scope, unknown)
-                allowed = ", ".join(_allowed_methods(request.scope))
-                api_error.message += f"; it takes {allowed}"
-                api_error.headers = {"allow": allowed}
-        return error_response(request.scope, api_error)
-
-    for kind in (HTTPException, RequestValidationError, InvalidRequestError, OverloadedError, EngineDeadError):
-        app.add_exception_handler(kind, answer_expected)
-
-
-def _allowed_methods(scope: Scope) -> list[str]:
-    """Those of all routes with this path, of which Starlette names the first one's."""
-    routes = scope["app"].routes
-    taken = [
-        method
-        for method in ("DELETE", "GET", "PATCH", "POST", "PUT")
-        if any(route.matches({**scope, "method": method})[0] is Match.FULL for route in routes)
-    ]
-    return sorted([*taken, *["HEAD"] * ("GET" in taken)])
-
-
-class UnexpectedErrors:
-    """Answers 500 to a request whose handling raised what no handler knows, and logs it. Inside of the middlewares that
-    set headers, which Starlette's own handler of such errors is not."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        has_started = False
-
-        def watch(message: Message) -> Awaitable[None]:  # plain, for it is called for each event of a stream
-            nonlocal has_started
-            has_started = True
-            return send(message)
-
-        try:
-            await self._app(scope, receive, watch)
-        except Exception as error:
-            if has_started:  # uvicorn logs it, and closes the connection, which tells the client.
-                raise
-            logger.error("%s %s failed", scope["method"], scope["path"], exc_info=error)
-            await error_response(scope, ApiError.of(error))(scope, receive, send)
-
-
 def _of_validation(errors: Sequence[Any], body: Any) -> ApiError:
     """Names the first field that does not fit, but for one whose error has a code, by which a program may go on."""
     first = next((error for error in errors if "code" in error.get("ctx", {})), errors[0])
@@ -265,11 +187,11 @@ def _of_validation(errors: Sequence[Any], body: Any) -> ApiError:
     where = [part for part in where if not str(part).startswith("=")]  # tags of unions, as "=message"
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first['ctx']['error']} at {place_in(body, where[0])}")
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{_shortened(part)}" for part in where).lstrip(".")
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{shortened(part)}" for part in where).lstrip(".")
     more = f" ({len(errors) - 1:,} more)" if len(errors) > 1 else ""
     match first["type"]:
         case "contradiction":
-            param = ".".join(filter(None, (param, _shortened(first["ctx"]["param"]))))
+            param = ".".join(filter(None, (param, shortened(first["ctx"]["param"]))))
             message = first["msg"] + more
         case "extra_forbidden":
             message = f"{param} is not supported{more}"
@@ -290,8 +212,9 @@ def _of_validation(errors: Sequence[Any], body: Any) -> ApiError:
 
 def shown(value: Any) -> str:
     """A value that a client has sent, in a message about it: no longer than a line."""
-    return _shortened(_SHORT.repr(value))
+    return shortened(_SHORT.repr(value))
 
 
-def _shortened(text: str) -> str:
+def shortened(text: str) -> str:
+    """A text that a client has sent, for a message or a line of the log."""
     return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "…"

@@ -8,13 +8,14 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import Request
+from fastapi import Depends, Request
 from starlette.requests import HTTPConnection
 
 from jaxllm import ConfigError, TenantConfig
 from jaxllm.server.api.errors import ApiError
+from jaxllm.server.api.server import server_of
 
 logger = logging.getLogger("jaxllm.server")
 
@@ -123,7 +124,7 @@ def caller_of(request: HTTPConnection) -> Caller:
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not key.strip():
         key = headers.get("x-api-key", "")
-    return request.app.state.server.keys.caller(key.strip() or None)
+    return server_of(request).keys.caller(key.strip() or None)
 
 
 async def authenticate(request: Request) -> Caller:  # A plain function would run in a thread.
@@ -131,12 +132,16 @@ async def authenticate(request: Request) -> Caller:  # A plain function would ru
     return caller_of(request)
 
 
+CallerDep = Annotated[Caller, Depends(authenticate)]
+"""`caller: CallerDep`, a parameter of a route."""
+
+
 async def authenticate_admin(request: Request) -> Caller:
     """The caller of an admin route, as a dependency. Raises ApiError 401 or 403."""
     caller = caller_of(request)
     if caller.is_admin:
         return caller
-    if not request.app.state.server.keys.have_admin:
+    if not server_of(request).keys.have_admin:
         message = "the admin routes are closed: the server was started without --admin-key or JAXLLM_ADMIN_KEY"
         raise ApiError(403, message, code="admin_disabled")
     raise ApiError(403, "this route needs the admin key", code="admin_key_required")

@@ -11,9 +11,10 @@ from starlette.requests import HTTPConnection
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxllm.server.api.errors import ApiError, error_response
+from jaxllm.server.api.errors import ApiError
 from jaxllm.server.api.keys import caller_of
 from jaxllm.server.http.content_encoding import decoded
+from jaxllm.server.http.error_answers import error_response
 
 _LINGER_S = 2.0
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")

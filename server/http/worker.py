@@ -20,8 +20,9 @@ from starlette.types import ASGIApp
 from jaxllm import AsyncLLM
 from jaxllm.server.api.drain import Drain
 from jaxllm.server.api.keys import ApiKeys
+from jaxllm.server.api.server import Server
 from jaxllm.server.board import Board, Phase
-from jaxllm.server.http.app import Server, create_app
+from jaxllm.server.http.app import create_app
 from jaxllm.server.http.connection import GuardedProtocol, OnRefusal
 from jaxllm.server.http.descriptor_reserve import DescriptorReserve
 from jaxllm.server.observability.logs import set_log_level, set_up_logging

@@ -8,18 +8,19 @@ from uuid import uuid4
 from fastapi import Request
 
 from jaxllm import OutputDelta, TokenLogprobs
+from jaxllm.server.api.answers.chunk_writer import DONE, ChunkWriter, error_events
 from jaxllm.server.api.answers.reply import Reply, start_replies
-from jaxllm.server.api.answers.streaming import DONE, ChunkWriter, encode_json, error_events
 from jaxllm.server.api.call import Call
 from jaxllm.server.api.generation.deltas import deltas
+from jaxllm.server.api.json_body import encode_json
 from jaxllm.server.api.parsers import ContentPart, ReasoningPart, ReplyPart, ToolCallArguments, ToolCallStart
 from jaxllm.server.api.prompts.chat_input import messages_for_template
-from jaxllm.server.api.protocol.chat import ChatCompletion, ChatRequest
+from jaxllm.server.api.protocol.chat_completions import ChatCompletion, ChatRequest
 from jaxllm.server.api.protocol.logprobs import chat_logprobs, token_namer
 from jaxllm.server.api.protocol.usage import Usage, usage_so_far
 
 if TYPE_CHECKING:
-    from jaxllm.server.http.app import Server
+    from jaxllm.server.api.server import Server
 
 _PLAIN_CHUNK_TAIL = b'},"logprobs":null,"finish_reason":null}'
 

@@ -7,18 +7,19 @@ from uuid import uuid4
 from fastapi import Request
 
 from jaxllm import OutputDelta, TokenLogprobs
-from jaxllm.server.api.answers.streaming import DONE, ChunkWriter, encode_json, error_events
+from jaxllm.server.api.answers.chunk_writer import DONE, ChunkWriter, error_events
 from jaxllm.server.api.call import Call
 from jaxllm.server.api.generation.deltas import gather
 from jaxllm.server.api.generation.generation import Generation
 from jaxllm.server.api.generation.generation_group import GenerationGroup
+from jaxllm.server.api.json_body import encode_json
 from jaxllm.server.api.protocol.completions import DEFAULT_MAX_TOKENS, Completion, CompletionRequest, Prompt
 from jaxllm.server.api.protocol.logprobs import CompletionLogprobsWriter, token_namer
 from jaxllm.server.api.protocol.usage import Usage, usage_so_far
 
 if TYPE_CHECKING:
     from jaxllm.server.api.generation.deltas import DeltaSource
-    from jaxllm.server.http.app import Server
+    from jaxllm.server.api.server import Server
 
 _PLAIN_CHUNK_TAIL = b',"logprobs":null,"finish_reason":null}'
 

@@ -22,7 +22,7 @@ from jaxllm.server.api.parsers import (
 )
 
 if TYPE_CHECKING:
-    from jaxllm.server.http.app import Server
+    from jaxllm.server.api.server import Server
 
 
 class Reply:

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxllm import Conversation
-from jaxllm.server.api.answers.streaming import encode_json
 from jaxllm.server.api.errors import ApiError
+from jaxllm.server.api.json_body import encode_json
 from jaxllm.server.api.parsers import ContentPart, ReasoningPart, ReplyPart, ToolCallArguments, ToolCallStart
 
 _ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}

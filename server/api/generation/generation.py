@@ -18,7 +18,7 @@ from jaxllm.server.api.generation.request_account import RequestAccount
 
 if TYPE_CHECKING:
     from jaxllm import OutputStream
-    from jaxllm.server.http.app import Server
+    from jaxllm.server.api.server import Server
 
 
 _GRACE_S = 1.0  # for the engine to end by itself a request whose time is over

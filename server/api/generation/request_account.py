@@ -8,7 +8,7 @@ from jaxllm.server.api.call import Call
 from jaxllm.server.observability.finished_request import FinishedRequest
 
 if TYPE_CHECKING:
-    from jaxllm.server.http.app import Server
+    from jaxllm.server.api.server import Server
 
 
 class RequestAccount:

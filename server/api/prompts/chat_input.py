@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxllm import Conversation
 from jaxllm.server.api.errors import ApiError
-from jaxllm.server.api.protocol.chat import Message
+from jaxllm.server.api.protocol.chat_completions import Message
 
 _CHANGE_NOTHING = {"parsed", "refusal", "annotations", "audio", "function_call"}
 

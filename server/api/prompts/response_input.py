@@ -9,7 +9,7 @@ from jaxllm.server.api.protocol.responses import InputTokensRequest
 from jaxllm.server.api.response_store import StoredResponse
 
 if TYPE_CHECKING:
-    from jaxllm.server.http.app import Server
+    from jaxllm.server.api.server import Server
 
 
 class ResponseInput:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from jaxllm import Conversation, SamplingParams
-from jaxllm.server.api.answers.streaming import encode_json
+from jaxllm.server.api.json_body import encode_json
 from jaxllm.server.api.protocol.function_tool import Strict, function_for_template
 from jaxllm.server.api.protocol.response_items import Input
 from jaxllm.server.api.protocol.sampling import (

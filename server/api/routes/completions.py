@@ -1,18 +1,14 @@
 """/v1/completions."""
 
-from typing import TYPE_CHECKING, Annotated
-
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from jaxllm.server.api.answers.completion_answer import CompletionAnswer
 from jaxllm.server.api.answers.event_stream import EVENT_STREAM, EventStream
-from jaxllm.server.api.answers.streaming import json_response
-from jaxllm.server.api.call import CALL_HEADERS, Call, read_call
+from jaxllm.server.api.call import CALL_HEADERS, CallDep
+from jaxllm.server.api.json_body import json_response
 from jaxllm.server.api.protocol.completions import Completion, CompletionRequest
-
-if TYPE_CHECKING:
-    from jaxllm.server.http.app import Server
+from jaxllm.server.api.server import server_of
 
 router = APIRouter()
 
@@ -24,11 +20,9 @@ router = APIRouter()
     responses=EVENT_STREAM,
     openapi_extra=CALL_HEADERS,
 )
-async def create_completion(
-    body: CompletionRequest, request: Request, call: Annotated[Call, Depends(read_call)]
-) -> Response:
+async def create_completion(body: CompletionRequest, request: Request, call: CallDep) -> Response:
     """Continues prompts."""
-    server: Server = request.app.state.server
+    server = server_of(request)
     body.model = server.check_model(body.model)
     answer = await CompletionAnswer.start(server, request, call.with_priority(body.priority), body)
     if body.stream:

@@ -3,10 +3,11 @@
 import platform
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
 from jaxllm import __version__
+from jaxllm.server.api.server import ServerDep
 
 router = APIRouter(tags=["health"])
 
@@ -20,9 +21,8 @@ async def health() -> dict[str, str]:
 
 @router.head("/ready", include_in_schema=False)
 @router.get("/ready", responses={503: {"description": "Send requests elsewhere for now."}})
-async def ready(request: Request) -> JSONResponse:
+async def ready(server: ServerDep) -> JSONResponse:
     """Whether a request sent now would be served: the engine makes progress, and the server is not draining."""
-    server = request.app.state.server
     problem = server.drain.draining_error().message if server.drain.is_draining else server.watchdog.problem()
     body = {
         "ready": problem is None,
@@ -35,9 +35,9 @@ async def ready(request: Request) -> JSONResponse:
 
 
 @router.get("/version")
-async def version(request: Request) -> dict[str, str]:
+async def version(server: ServerDep) -> dict[str, str]:
     """Versions, and what the engine runs on."""
-    info = request.app.state.server.llm.info
+    info = server.llm.info
     return {
         "version": __version__,
         "python": platform.python_version(),
@@ -47,13 +47,12 @@ async def version(request: Request) -> dict[str, str]:
 
 
 @router.get("/load")
-async def load(request: Request) -> dict[str, Any]:
+async def load(server: ServerDep) -> dict[str, Any]:
     """How busy the server is.
 
     server_load: requests that the HTTP side is answering, of all API workers. num_running, num_waiting: in the engine,
     where a request with n choices counts n times.
     """
-    server = request.app.state.server
     stats = server.llm.stats
     counts = {} if stats is None else stats.num_requests
     num_unfinished = sum(number for status, number in counts.items() if not status.startswith("finished_"))

@@ -1,11 +1,12 @@
 """GET /live: what the page's live view draws, as JSON."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter
 
-from jaxllm.server.api.keys import Caller, authenticate
+from jaxllm.server.api.keys import CallerDep
+from jaxllm.server.api.server import ServerDep
 from jaxllm.server.observability.engine_metrics import kv_cache_usage
 
 if TYPE_CHECKING:
@@ -15,14 +16,13 @@ router = APIRouter(tags=["operation"])
 
 
 @router.get("/live")
-async def live(request: Request, caller: Annotated[Caller, Depends(authenticate)]) -> dict[str, Any]:
+async def live(server: ServerDep, caller: CallerDep) -> dict[str, Any]:
     """The engine as it is now, and latencies and rates of the last minute. `problem` says why requests would not be
     served now; null when they would be.
 
     Sums count since the engine's start: the difference of two answers is what happened in between.
     """
-    server = request.app.state.server
-    llm: AsyncLLM = server.llm
+    llm = server.llm
     return {
         "model": server.model_names[0],
         "state": llm.state,

@@ -4,10 +4,11 @@ import time
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Depends, Query
 
 from jaxllm.server.api.errors import ApiError, shown
 from jaxllm.server.api.keys import authenticate
+from jaxllm.server.api.server import Server, ServerDep
 
 router = APIRouter(tags=["models"], dependencies=[Depends(authenticate)])
 _STARTED = int(time.time())
@@ -17,14 +18,13 @@ Lifecycle = Literal["active", "deprecated", "retired"]
 
 @router.get("/v1/models")
 async def list_models(
-    request: Request,
+    server: ServerDep,
     limit: Annotated[int, Query(ge=1, le=1000, description="The most models to list.")] = 1000,
     after_id: Annotated[str | None, Query(description="List those behind this one.")] = None,
     before_id: Annotated[str | None, Query(description="List those before this one.")] = None,
     lifecycle: Annotated[list[Lifecycle] | None, Query(alias="lifecycle[]", description="All are active.")] = None,
 ) -> dict[str, Any]:
     """All names under which the model is served."""
-    server = request.app.state.server
     names = list(server.model_names) if lifecycle is None or "active" in lifecycle else []
     if after_id is not None:
         names = names[_index(names, "after_id", after_id) + 1 :]
@@ -41,9 +41,8 @@ async def list_models(
 
 
 @router.get("/v1/models/{model:path}")
-async def get_model(request: Request, model: str) -> dict[str, Any]:
+async def get_model(server: ServerDep, model: str) -> dict[str, Any]:
     """One of them."""
-    server = request.app.state.server
     server.check_model(model)
     return _describe(server, model)
 
@@ -54,7 +53,7 @@ def _index(names: list[str], param: str, name: str) -> int:
     return names.index(name)
 
 
-def _describe(server: Any, name: str) -> dict[str, Any]:
+def _describe(server: Server, name: str) -> dict[str, Any]:
     info = server.llm.info
     return {
         "id": name,

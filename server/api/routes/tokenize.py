@@ -2,15 +2,16 @@
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends
 from pydantic import BaseModel, Field, model_validator
 
 from jaxllm.server.api.errors import ApiError, blamed_as
 from jaxllm.server.api.keys import authenticate
 from jaxllm.server.api.prompts.chat_input import messages_for_template
-from jaxllm.server.api.protocol.chat import Message, Tool
+from jaxllm.server.api.protocol.chat_completions import Message, Tool
 from jaxllm.server.api.protocol.sampling import Items, RequestModel, contradiction
 from jaxllm.server.api.protocol.template_fields import TemplateFields
+from jaxllm.server.api.server import ServerDep
 
 router = APIRouter(tags=["tokens"], dependencies=[Depends(authenticate)])
 
@@ -60,9 +61,8 @@ class DetokenizeResponse(BaseModel):
 
 
 @router.post("/tokenize")
-async def tokenize(request: Request, body: TokenizeRequest) -> TokenizeResponse:
+async def tokenize(server: ServerDep, body: TokenizeRequest) -> TokenizeResponse:
     """The tokens that a prompt, or messages under the chat template, would be for the model."""
-    server = request.app.state.server
     server.check_model(body.model)
     if body.messages is not None:
         with blamed_as({"prompt": "messages"}):
@@ -76,20 +76,20 @@ async def tokenize(request: Request, body: TokenizeRequest) -> TokenizeResponse:
                 add_special_tokens=bool(body.add_special_tokens),
             )
     else:
+        assert body.prompt is not None
         add_special_tokens = body.add_special_tokens is not False
         token_ids = await server.encoder.encode(body.prompt, name="prompt", add_special_tokens=add_special_tokens)
     return TokenizeResponse(
         count=len(token_ids),
         max_model_len=server.llm.info.max_model_len,
         tokens=token_ids,
-        token_strs=server.llm.tokenizer.convert_ids_to_tokens(token_ids) if body.return_token_strs else None,
+        token_strs=list(server.llm.tokenizer.convert_ids_to_tokens(token_ids)) if body.return_token_strs else None,
     )
 
 
 @router.post("/detokenize")
-async def detokenize(request: Request, body: DetokenizeRequest) -> DetokenizeResponse:
+async def detokenize(server: ServerDep, body: DetokenizeRequest) -> DetokenizeResponse:
     """The text that tokens stand for, special ones included."""
-    server = request.app.state.server
     server.check_model(body.model)
     vocab_size, max_len = server.llm.info.vocab_size, server.llm.info.max_model_len
     if len(body.tokens) > max_len:
@@ -99,4 +99,6 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> DetokenizeRes
         if token_id >= vocab_size:
             message = f"tokens[{index}] is {token_id:,}; the vocabulary has {vocab_size:,} tokens"
             raise ApiError(400, message, param=f"tokens[{index}]")
-    return DetokenizeResponse(prompt=server.llm.tokenizer.decode(body.tokens))
+    text = server.llm.tokenizer.decode(body.tokens)
+    assert isinstance(text, str)
+    return DetokenizeResponse(prompt=text)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import httpx
 import pytest
 
-from jaxllm.server.api.protocol.chat import ChatRequest
+from jaxllm.server.api.protocol.chat_completions import ChatRequest
 from jaxllm.server.api.protocol.completions import CompletionRequest
 from jaxllm.server.api.protocol.messages import CountTokensRequest, MessagesRequest
 from jaxllm.server.api.protocol.responses import InputTokensRequest, ResponseRequest

@@ -1,23 +1,14 @@
-"""JSON and server-sent events as OpenAI's clients read them."""
+"""Server-sent events as OpenAI's clients of completions read them."""
 
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 from pydantic import BaseModel
-from starlette.responses import Response
 
 from jaxllm.server.api.errors import ApiError
+from jaxllm.server.api.json_body import encode_json
 
 DONE = b"data: [DONE]\n\n"
-
-encode_json = msgspec.json.Encoder().encode
-"""JSON without spaces; texts must be valid Unicode."""
-
-
-def json_response(body: BaseModel) -> Response:
-    """A whole answer. Fields that were not set are left out."""
-    return Response(body.model_dump_json(exclude_unset=True), media_type="application/json")
 
 
 def error_events(error: ApiError) -> bytes:
