@@ -1,8 +1,8 @@
-"""What the scheduler refuses. All are ValueErrors; the messages name the value, the limit and the way out.
+"""What the scheduler refuses. The messages name the value, the limit and the way out.
 
-SchedulerConfigError         sizes that contradict each other
-RequestRefusedError          a request that can never be served as it stands
-└── SchedulerBusyError       a request for which there is no room now; it may be sent again
+SchedulerConfigError (ValueError)    sizes that contradict each other
+RequestRefusedError (ValueError)     a request that can never be served as it stands
+SchedulerBusyError                   a request for which there is no room now; it may be sent again
 """
 
 
@@ -21,7 +21,7 @@ class RequestRefusedError(ValueError):
         self.param = param
 
 
-class SchedulerBusyError(RequestRefusedError):
+class SchedulerBusyError(Exception):
     """A request that a full queue or a tenant's quota keeps out for now.
 
     retry_after_s: when to try again; None where that depends on others.

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.scheduler.config import POLICIES, RETURNS, SchedulerConfig
-from jaxllm.scheduler.errors import RequestRefusedError
+from jaxllm.scheduler.errors import RequestRefusedError, SchedulerBusyError
 from jaxllm.scheduler.page_moves import PageMoves
 from jaxllm.scheduler.request import Request
 from jaxllm.scheduler.sampled_tokens import SampledTokens
@@ -152,7 +152,7 @@ def simulate(trace: Sequence[Mapping[str, Any]], config: SchedulerConfig, cost: 
             try:
                 scheduler.add_request(_request(*upcoming))
                 outcome.tenants[upcoming[0]] = upcoming[1].get("tenant", "")
-            except RequestRefusedError:
+            except (RequestRefusedError, SchedulerBusyError):
                 outcome.num_refused += 1
             upcoming = next(pending, None)
         outcome.num_timeouts += len(scheduler.expire())

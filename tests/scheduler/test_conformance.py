@@ -3,14 +3,15 @@
 import numpy as np
 import pytest
 
-from jaxllm.scheduler import Request, RequestStatus, SchedulerBusyError
+from jaxllm.scheduler import Request, RequestRefusedError, RequestStatus, SchedulerBusyError
 
 
 def test_a_full_queue_refuses_at_once_by_requests_and_by_tokens(make_loop):
     loop = make_loop(max_num_seqs=1, max_queued_requests=2, max_queued_tokens=30)
     loop.add(Request("a", [1] * 10, max_tokens=3), Request("b", [1] * 10, max_tokens=3))
-    with pytest.raises(SchedulerBusyError, match="2 requests are queued; max_queued_requests is 2"):
+    with pytest.raises(SchedulerBusyError, match="2 requests are queued; max_queued_requests is 2") as busy:
         loop.add(Request("c", [1], max_tokens=3))
+    assert not isinstance(busy.value, RequestRefusedError), "it may be sent again"
     loop.step()
     with pytest.raises(SchedulerBusyError, match="has 21 tokens and 10 are queued; max_queued_tokens is 30"):
         loop.add(Request("c", [1] * 21, max_tokens=3))

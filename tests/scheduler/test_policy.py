@@ -205,9 +205,8 @@ def test_tokens_per_minute_are_reserved_given_back_and_free_again_after_a_minute
     def request(name, max_tokens=40):
         return Request(name, [1] * 10, max_tokens=max_tokens, tenant="t", stop_token_ids=tuple(range(61)))
 
-    with pytest.raises(RequestRefusedError, match="make up to 61 tokens; max_tokens_per_minute is 60") as refusal:
+    with pytest.raises(RequestRefusedError, match="make up to 61 tokens; max_tokens_per_minute is 60"):
         loop.add(request("huge", 51))
-    assert not isinstance(refusal.value, SchedulerBusyError)
     loop.add(request("a"))
     with pytest.raises(SchedulerBusyError, match=r"may take 50 tokens, and 10 of .* 60 are left") as busy:
         loop.add(request("b"))

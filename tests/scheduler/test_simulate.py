@@ -44,6 +44,12 @@ def test_refusals_and_timeouts_are_counted():
     assert (outcome.num_refused, outcome.num_timeouts, outcome.num_finished) == (1, 1, 1)
 
 
+def test_those_for_whom_there_is_no_room_are_counted_as_refused():
+    trace = [{"arrival_s": 0.0, "prompt_tokens": 10, "output_tokens": 5}] * 3
+    outcome = simulate(trace, SchedulerConfig(**SIZES, max_queued_requests=2), COST)
+    assert (outcome.num_refused, outcome.num_finished) == (1, 2)
+
+
 def test_fair_sharing_shows_in_the_example_trace():
     trace, slowest = list(example_trace()), {}
     for policy in ("fcfs", "fair"):

@@ -47,7 +47,7 @@ def test_an_account_that_is_not_closed_keeps_what_it_owes(make_loop):
     for index in range(400):
         loop.add(Request("a", [1, 2], max_tokens=1, tenant=f"t{index}"))
         loop.run()
-    with pytest.raises(RequestRefusedError, match="and 0 of the tenant's max_tokens_per_minute 20 are left"):
+    with pytest.raises(SchedulerBusyError, match="and 0 of the tenant's max_tokens_per_minute 20 are left"):
         loop.add(Request("a", [1, 2], max_tokens=18, tenant="spent"))
 
 
