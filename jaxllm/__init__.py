@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxllm.async_llm import AsyncLLM
-    from jaxllm.config import EngineConfig
+    from jaxllm.config import EngineConfig, TenantConfig
     from jaxllm.control_tokens import ControlTokens
     from jaxllm.conversation import Conversation
     from jaxllm.engine.engine_info import EngineInfo
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from jaxllm.llm import LLM
     from jaxllm.outputs import CompletionOutput, OutputDelta, RequestMetrics, RequestOutput, TokenLogprobs
     from jaxllm.sampling_params import SamplingParams
-    from jaxllm.scheduler.config import TenantConfig
 
 __version__ = "0.1.0"
 
@@ -43,7 +42,7 @@ _HOMES = {
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
     "SamplingParams": "sampling_params",
-    "TenantConfig": "scheduler.config",
+    "TenantConfig": "config",
     "TokenLogprobs": "outputs",
 }
 

@@ -7,10 +7,12 @@ from dataclasses import fields
 from typing import Any
 
 from jaxllm.errors import JaxLLMError
+from jaxllm.scheduler.errors import SchedulerConfigError
 
 
-def refuse_unknown_options[C: type](error: type[JaxLLMError]) -> Callable[[C], C]:
-    """Makes a keyword-only dataclass raise `error` for an option that it does not have."""
+def checked_options[C: type](error: type[JaxLLMError]) -> Callable[[C], C]:
+    """Makes a keyword-only dataclass raise `error` for an option that it does not have, and where a base class that
+    belongs to the scheduler, which knows none of our errors, refuses a value."""
 
     def decorate(cls: C) -> C:
         initialize = cls.__init__  # type: ignore[misc]
@@ -23,7 +25,10 @@ def refuse_unknown_options[C: type](error: type[JaxLLMError]) -> Callable[[C], C
                     closest = difflib.get_close_matches(name, known, n=1)
                     hint = f" Did you mean {closest[0]}?" if closest else ""
                     raise error(f"{cls.__name__} has no option {name!r}.{hint} The options are {', '.join(known)}.")
-            initialize(self, *args, **options)
+            try:
+                initialize(self, *args, **options)
+            except SchedulerConfigError as refusal:
+                raise error(str(refusal)) from refusal
 
         cls.__init__ = checked  # type: ignore[misc]
         return cls

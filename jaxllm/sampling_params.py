@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.errors import InvalidRequestError
-from jaxllm.options import refuse_unknown_options
+from jaxllm.options import checked_options
 
 _GREEDY_BELOW = 1e-5  # as in vLLM; logits divided by much less overflow float32
 _SMALLEST_FLOAT = math.ulp(0.0)
@@ -23,7 +23,7 @@ MAX_N = 128
 MAX_LOGPROBS = 20
 
 
-@refuse_unknown_options(InvalidRequestError)
+@checked_options(InvalidRequestError)
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """The options of one request, under vLLM's names.

@@ -7,7 +7,7 @@ To read in this order: `request` (what a client asked for), `scheduler` (its lif
 
 from jaxllm.scheduler.batch_layout import BatchLayout, Field
 from jaxllm.scheduler.buckets import Bucket, declare_buckets, pick_bucket
-from jaxllm.scheduler.config import SchedulerConfig, TenantConfig
+from jaxllm.scheduler.config import SchedulerConfig
 from jaxllm.scheduler.errors import RequestRefusedError, SchedulerBusyError, SchedulerConfigError
 from jaxllm.scheduler.page_moves import PageMoves
 from jaxllm.scheduler.request import Request, RequestStatus
@@ -15,6 +15,7 @@ from jaxllm.scheduler.running_table import RunningTable
 from jaxllm.scheduler.sampled_tokens import SampledTokens
 from jaxllm.scheduler.sampling_row import SamplingRow
 from jaxllm.scheduler.scheduler import Scheduler
+from jaxllm.scheduler.scheduling_options import SchedulingOptions, TenantConfig
 from jaxllm.scheduler.stats import SchedulerStats, StepTokens
 from jaxllm.scheduler.step_batch import StepBatch
 from jaxllm.scheduler.step_plan import StepOutput, StepPlan
@@ -35,6 +36,7 @@ __all__ = [
     "SchedulerConfig",
     "SchedulerConfigError",
     "SchedulerStats",
+    "SchedulingOptions",
     "StepBatch",
     "StepOutput",
     "StepPlan",

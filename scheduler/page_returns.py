@@ -41,7 +41,7 @@ class PageReturns:
     def note_start(self, request: Request, shared_pages: Sequence[int]) -> None:
         """The request starts. If that leaves pages on the host, the estimate that was against them fades, or it would
         never be put right."""
-        if self._config.return_by != "auto" or request.has_pages_back:
+        if self._config.kv_return_by != "auto" or request.has_pages_back:
             return
         if self._pages.on_host(request, shared_pages) is not None:
             self._loads.fade_estimate()
@@ -109,8 +109,8 @@ class PageReturns:
         self._waiting.push(request)
 
     def _is_worth(self, prefix: HostPrefix) -> bool:
-        if self._config.return_by != "auto":
-            return self._config.return_by == "copy"
+        if self._config.kv_return_by != "auto":
+            return self._config.kv_return_by == "copy"
         copy_s = self._loads.expected_seconds(len(prefix.slots))
         compute_s = self._pacing.seconds_to_compute(prefix.num_new_pages * self._config.page_size)
         return copy_s is None or compute_s is None or copy_s <= compute_s

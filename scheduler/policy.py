@@ -62,7 +62,7 @@ class FairShare:
 
 
 def make_policy(name: str, ledger: TenantLedger) -> Policy:
-    """The policy of this name in `config.POLICIES`."""
+    """The policy of this name in `scheduling_options.POLICIES`."""
     policies: dict[str, Callable[[], Policy]] = {
         "fcfs": FirstComeFirstServed,
         "priority": ByPriority,

@@ -34,10 +34,10 @@ def refuse_if_unservable(request: Request, config: SchedulerConfig) -> None:
             f"{num_pool_pages:,}. Lower max_tokens or give the KV cache more pages.",
             param="max_tokens",
         )
-    if request.priority and config.policy == "fcfs":
+    if request.priority and config.scheduling_policy == "fcfs":
         raise RequestRefusedError(
-            f"{name}: priority is {request.priority}, and the policy is 'fcfs', which knows none. "
-            "Leave the priority at 0, or set the policy 'priority'.",
+            f"{name}: priority is {request.priority}, and scheduling_policy is 'fcfs', which knows none. "
+            "Leave the priority at 0, or set scheduling_policy to 'priority'.",
             param="priority",
         )
     if config.max_queued_tokens is not None and num_prompt_tokens > config.max_queued_tokens:

@@ -46,7 +46,7 @@ class Scheduler:
         self.table = RunningTable(config)
         self._clock = clock
         self._tenants = TenantLedger(config)
-        policy = make_policy(config.policy, self._tenants)
+        policy = make_policy(config.scheduling_policy, self._tenants)
         self._waiting = WaitingQueue(policy)
         self._planner = StepPlanner(config, self.table, policy, self._waiting, self._tenants)
         self._preparing: dict[str, Request] = {}  # those that wait for their input

@@ -21,12 +21,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.scheduler.config import POLICIES, RETURNS, SchedulerConfig
+from jaxllm.scheduler.config import SchedulerConfig
 from jaxllm.scheduler.errors import RequestRefusedError, SchedulerBusyError
 from jaxllm.scheduler.page_moves import PageMoves
 from jaxllm.scheduler.request import Request
 from jaxllm.scheduler.sampled_tokens import SampledTokens
 from jaxllm.scheduler.scheduler import Scheduler
+from jaxllm.scheduler.scheduling_options import POLICIES, RETURNS
 from jaxllm.scheduler.stats import SchedulerStats
 from jaxllm.scheduler.step_plan import StepPlan
 
@@ -268,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("tpot_target_ms", "ttft_target_ms"):
         parser.add_argument("--" + name.replace("_", "-"), type=float, help="(none)")
     parser.add_argument("--no-prefix-caching", action="store_true")
-    parser.add_argument("--return-by", choices=RETURNS, default="auto", help="(auto)")
+    parser.add_argument("--return-by", dest="kv_return_by", choices=RETURNS, default="auto", help="(auto)")
     for cost in ("fixed_ms", "us_per_token", "ns_per_kv_token", "ns_per_pair", "us_per_page"):
         default_cost = getattr(CostModel(), cost)
         parser.add_argument("--" + cost.replace("_", "-"), type=float, default=default_cost, help=f"({default_cost})")
@@ -283,7 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with open(0 if args.trace == "-" else args.trace, encoding="utf-8-sig", newline="\n") as file:
             trace = read_trace(file)
-        names = (*sizes, "num_pages", "num_host_pages", "return_by", "prefix_window")
+        names = (*sizes, "num_pages", "num_host_pages", "kv_return_by", "prefix_window")
         settings = {name: getattr(args, name) for name in (*names, "tpot_target_ms", "ttft_target_ms")}
         cost_model = CostModel(
             fixed_ms=args.fixed_ms,
@@ -293,7 +294,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             us_per_page=args.us_per_page,
         )
         configs = {
-            policy: SchedulerConfig(policy=policy, enable_prefix_caching=not args.no_prefix_caching, **settings)
+            policy: SchedulerConfig(
+                scheduling_policy=policy, enable_prefix_caching=not args.no_prefix_caching, **settings
+            )
             for policy in args.policy
         }
     except (OSError, ValueError) as error:

@@ -52,7 +52,7 @@ class StepPlanner:
         self.num_preemptions = 0  # since the start
         self.num_recomputed_tokens = 0
         self._policy = policy
-        self._is_fair = config.policy == "fair"
+        self._is_fair = config.scheduling_policy == "fair"
         self._waiting = waiting
         self._tenants = tenants
         self._prompt_row: int | None = None  # the one row in the middle of its prompt

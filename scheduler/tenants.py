@@ -4,9 +4,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxllm.scheduler.config import SchedulerConfig, TenantConfig
+from jaxllm.scheduler.config import SchedulerConfig
 from jaxllm.scheduler.errors import RequestRefusedError, SchedulerBusyError
 from jaxllm.scheduler.request import Request
+from jaxllm.scheduler.scheduling_options import TenantConfig
 from jaxllm.scheduler.token_window import TokenWindow
 
 _MIN_ACCOUNTS = 64  # so many may be open before idle ones are closed
@@ -48,7 +49,7 @@ class TenantLedger:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
-        self._is_fair = config.policy == "fair"
+        self._is_fair = config.scheduling_policy == "fair"
         self._accounts: dict[str, Account] = {}
         self._virtual_tokens = np.zeros(0)  # float[n], by the tenant's number
         self._weights = np.ones(0)

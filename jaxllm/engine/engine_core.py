@@ -36,7 +36,6 @@ from jaxllm.scheduler import (
     Scheduler,
     SchedulerBusyError,
     SchedulerConfig,
-    SchedulerConfigError,
     SchedulerStats,
 )
 from jaxllm.scheduler.buckets import Bucket, pick_bucket
@@ -70,17 +69,17 @@ class EngineCore:
         checkpoint.require_tokenizer()  # Those who bring the core its token ids need it, and all else takes long.
         platform = jax.default_backend()
         self.config = resolved = resolve(config, platform=platform, model_max_len=model_max_len(checkpoint.config))
-        if resolved.attention_implementation not in (None, *IMPLEMENTATIONS):
+        if config.attention_implementation not in (None, *IMPLEMENTATIONS):
             raise ConfigError(
-                f"attention_implementation is {resolved.attention_implementation!r}; it must be one of "
+                f"attention_implementation is {config.attention_implementation!r}; it must be one of "
                 f"{', '.join(IMPLEMENTATIONS)}, or None for auto"
             )
-        if resolved.attention_implementation in {"tpu", "gpu"} - {platform}:
+        if config.attention_implementation in {"tpu", "gpu"} - {platform}:
             raise ConfigError(
-                f"attention_implementation is {resolved.attention_implementation!r} and JAX runs on {platform}: leave "
+                f"attention_implementation is {config.attention_implementation!r} and JAX runs on {platform}: leave "
                 "it out for auto"
             )
-        mesh = _make_mesh(resolved.tensor_parallel_size)
+        mesh = _make_mesh(config.tensor_parallel_size)
         model = Model.from_checkpoint(
             checkpoint, dtype=jnp.dtype(resolved.dtype), max_model_len=resolved.max_model_len, mesh=mesh
         )
@@ -342,30 +341,17 @@ def _info(
 
 
 def _scheduler_config(config: ResolvedConfig, runner: Runner) -> SchedulerConfig:
-    try:
-        return SchedulerConfig(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=config.max_model_len,
-            page_size=config.page_size,
-            num_pages=runner.num_pages,
-            windows=runner.groups.windows,
-            enable_prefix_caching=config.enable_prefix_caching,
-            num_host_pages=runner.num_host_pages,
-            return_by=config.kv_return_by,
-            policy=config.scheduling_policy,
-            tenants=config.tenants,
-            default_tenant=config.default_tenant,
-            max_queued_requests=config.max_queued_requests,
-            max_queued_tokens=config.max_queued_tokens,
-            max_wait_ms=config.max_wait_ms,
-            min_batch=config.min_batch,
-            tpot_target_ms=config.tpot_target_ms,
-            ttft_target_ms=config.ttft_target_ms,
-            step_sizes=tuple(_mixed_sizes(runner.buckets)),
-        )
-    except SchedulerConfigError as error:
-        raise ConfigError(str(error)) from error
+    return SchedulerConfig.of(
+        config.options,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+        page_size=config.page_size,
+        num_pages=runner.num_pages,
+        windows=runner.groups.windows,
+        num_host_pages=runner.num_host_pages,
+        step_sizes=tuple(_mixed_sizes(runner.buckets)),
+    )
 
 
 def _mixed_sizes(buckets: Iterable[Bucket]) -> list[int]:

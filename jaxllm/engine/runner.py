@@ -72,7 +72,7 @@ class Runner:
             config.max_model_len,
             page_size=config.page_size,
             dtype=jnp.dtype(config.kv_cache_dtype),
-            implementation=config.attention_implementation,
+            implementation=config.options.attention_implementation,
             mesh=mesh,
         )
         with jax.set_mesh(mesh):
@@ -83,13 +83,13 @@ class Runner:
                 config.max_pages_per_seq,
             )
         self.groups = layout.groups
+        has_target = config.options.tpot_target_ms is not None
         self.buckets = declare_buckets(
             config.max_num_batched_tokens,
             config.max_num_seqs,
             _MIN_TOKENS,
-            with_small_mixed=config.tpot_target_ms is not None,
+            with_small_mixed=has_target,
         )
-        has_target = config.tpot_target_ms is not None
         order = compile_order(self.buckets, for_short_steps=has_target)
         # While weights are read there is time for those that most steps need.
         num_at_once = 3 if has_target else 2
@@ -97,7 +97,7 @@ class Runner:
         self._programs: dict[Bucket, jax.stages.Compiled] = {}
         self._executor = ThreadPoolExecutor(_COMPILE_THREADS, thread_name_prefix=COMPILE_THREADS_PREFIX)
         self._compiling: list[Future[None]] = []
-        self.num_pages = config.num_pages or 0
+        self.num_pages = config.options.num_pages or 0
         self._mover = self._make_mover()
         self._compile_first()
 
@@ -173,12 +173,12 @@ class Runner:
 
     def _make_mover(self) -> PageMover | None:
         """None without memory on the host. Raises ConfigError if that does not hold a page."""
-        host_bytes = self._config.host_kv_gb * 1e9
-        if not host_bytes:
+        host_kv_gb = self._config.options.host_kv_gb
+        if not host_kv_gb:
             return None
-        if (num_host_pages := int(host_bytes // self.page_bytes)) < 1:
+        if (num_host_pages := int(host_kv_gb * 1e9 // self.page_bytes)) < 1:
             raise ConfigError(
-                f"host_kv_gb is {self._config.host_kv_gb}, and a page of the KV cache has {self.page_bytes / 1e9:.6f} "
+                f"host_kv_gb is {host_kv_gb}, and a page of the KV cache has {self.page_bytes / 1e9:.6f} "
                 "GB. Give it room for many, or leave host_kv_gb at 0."
             )
         return PageMover(self._layout.structs(1), num_host_pages=num_host_pages, mesh=self._mesh)
@@ -192,7 +192,7 @@ class Runner:
     def _compile_first(self) -> None:
         """Compiles the largest bucket's program and settles the number of pages, which its temporaries decide."""
         config, page_bytes = self._config, self._layout.page_bytes()
-        if config.num_pages is not None:
+        if config.options.num_pages is not None:
             self._compile_largest()
             return
         limit_bytes = memory_limit_bytes(

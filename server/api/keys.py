@@ -179,13 +179,9 @@ def _key(where: str, entry: Any) -> tuple[str, Caller]:
 
 def _tenant(where: str, entry: Any) -> TenantConfig:
     _check_fields(where, entry, _TENANT_FIELDS)
-    for name, value in entry.items():
-        kinds = (int, float) if name == "weight" else (int, type(None))
-        if isinstance(value, bool) or not isinstance(value, kinds):
-            raise ConfigError(f"{where}: {name} is {value!r}; it must be a number")
     try:
         return TenantConfig(**entry)
-    except ValueError as error:
+    except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
 
 

@@ -6,7 +6,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from itertools import pairwise
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -32,7 +32,8 @@ def add_options(
     """
     group = parser.add_argument_group(title)
     docs, hints, defaults = field_docs(cls), get_type_hints(cls), defaults or {}
-    for field in fields(cls):
+    order = list(docs)
+    for field in sorted(fields(cls), key=lambda field: order.index(field.name)):
         if field.name in leave_out:
             continue
         default = defaults.get(field.name, field.default)
@@ -54,14 +55,17 @@ def options_from(args: argparse.Namespace, cls: type) -> dict[str, Any]:
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """What the source says about each field: the string after it, or "name: text" in the docstring."""
-    docs = {name: " ".join(text.split()) for name, text in _ENTRY.findall(inspect.getdoc(cls) or "")}
-    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-    assert isinstance(definition, ast.ClassDef)
-    for statement, following in pairwise(definition.body):
-        match statement, following:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                docs[name] = " ".join(text.split())
+    """What the source says about each field: the string after it, or "name: text" in the docstring. The fields of the
+    class itself come before those that it inherits."""
+    docs: dict[str, str] = {}
+    for owner in filter(is_dataclass, cls.__mro__):
+        docs |= {name: " ".join(text.split()) for name, text in _ENTRY.findall(inspect.getdoc(owner) or "")}
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+        assert isinstance(definition, ast.ClassDef)
+        for statement, following in pairwise(definition.body):
+            match statement, following:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    docs[name] = " ".join(text.split())
     return docs
 
 

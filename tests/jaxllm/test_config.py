@@ -3,9 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxllm.config import EngineConfig, ResolvedConfig, resolve
+import jaxllm
+from jaxllm import scheduler
+from jaxllm.config import EngineConfig, TenantConfig, resolve
 from jaxllm.errors import ConfigError
-from jaxllm.scheduler import TenantConfig
 
 
 def resolved(platform="cpu", model_max_len=2048, **options):
@@ -17,7 +18,12 @@ def test_the_options_are_these():
     assert defaults.pop("model") is dataclasses.MISSING
     values = {"tensor_parallel_size": 1, "seed": 0, "enable_prefix_caching": True, "scheduling_policy": "priority"}
     values |= {"host_kv_gb": 0.0, "kv_return_by": "auto"}
-    values |= {"max_wait_ms": 0.0, "min_batch": 1, "tenants": dataclasses.MISSING, "default_tenant": TenantConfig()}
+    values |= {
+        "max_wait_ms": 0.0,
+        "min_batch": 1,
+        "tenants": dataclasses.MISSING,
+        "default_tenant": scheduler.TenantConfig(),
+    }
     assert {name: default for name, default in defaults.items() if default is not None} == values
     assert set(defaults) == {
         "revision",
@@ -88,6 +94,17 @@ def test_the_options_are_these():
         ({"tenants": {1: TenantConfig()}}, "tenants is {1: .* it must be a mapping of names"),
         ({"tenants": {"a": {"weight": 2}}}, "the tenant 'a' is {'weight': 2}; it must be a TenantConfig"),
         ({"default_tenant": None}, "default_tenant is None; it must be a TenantConfig"),
+        ({"min_batch": 4}, "min_batch is 4 and max_wait_ms is 0: no request waits for others"),
+        ({"min_batch": 9, "max_wait_ms": 5, "max_num_seqs": 8}, "min_batch is 9 and max_num_seqs is 8"),
+        (
+            {"min_batch": 9, "max_wait_ms": 5, "max_num_batched_tokens": 8},
+            "min_batch is 9 and max_num_batched_tokens is 8: so many never start at once",
+        ),
+        (
+            {"tenants": {"a": TenantConfig(weight=2)}},
+            "the weight of the tenant 'a' is 2, and scheduling_policy is 'priority', which knows none",
+        ),
+        ({"ttft_target_ms": 200}, "ttft_target_ms is 200 without tpot_target_ms"),
         ({"max_seqs": 3}, r"no option 'max_seqs'\. Did you mean max_num_seqs\?"),
     ],
 )
@@ -128,11 +145,8 @@ def test_a_bad_option_is_refused_with_its_value_and_limit(options, message):
 def test_auto_becomes_what_the_docstring_says(platform, expected):
     config = resolved(platform, model_max_len=131_072)
     assert {name: getattr(config, name) for name in expected} == expected
-    assert config.num_pages is None
     assert config.compilation_cache_dir == str(Path.home() / ".cache" / "jaxllm")
-    auto = {field.name for field in dataclasses.fields(ResolvedConfig) if getattr(config, field.name) is None}
-    no_limit = {"max_queued_requests", "max_queued_tokens", "tpot_target_ms", "ttft_target_ms"}
-    assert auto == {"num_pages", "attention_implementation"} | no_limit
+    assert None not in [getattr(config, field.name) for field in dataclasses.fields(config)]
 
 
 def test_what_is_given_is_kept():
@@ -151,7 +165,8 @@ def test_what_is_given_is_kept():
         "seed": 5,
     }
     config = resolved(**given)
-    assert {name: getattr(config, name) for name in given} == given
+    options = dataclasses.asdict(config.options) | dataclasses.asdict(config)
+    assert {name: options[name] for name in given} == given
     assert config.max_pages_per_seq == 7
 
 
@@ -165,7 +180,35 @@ def test_defaults_fit_what_is_given():
         resolved(model_max_len=2048, max_model_len=2049)
 
 
-def test_a_ttft_target_needs_a_tpot_target():
-    with pytest.raises(ConfigError, match="ttft_target_ms is 200 without tpot_target_ms"):
-        EngineConfig(model="m", ttft_target_ms=200)
-    EngineConfig(model="m", ttft_target_ms=200, tpot_target_ms=50)
+def test_a_batch_that_is_waited_for_has_room():
+    assert resolved(min_batch=40, max_wait_ms=5).max_num_seqs == 40
+    assert resolved(min_batch=40, max_wait_ms=5, max_num_batched_tokens=41).max_num_seqs == 40
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weight": 0}, "weight is 0; it must be a number above 0"),
+        ({"weight": "2"}, "weight is '2'; it must be a number above 0"),
+        ({"max_queued": 2.5}, "max_queued is 2.5; it must be an integer of at least 1"),
+        ({"max_runing": 1}, r"no option 'max_runing'\. Did you mean max_running\?"),
+    ],
+)
+def test_a_bad_option_of_a_tenant_is_one_of_our_errors(options, message):
+    with pytest.raises(ConfigError, match=message):
+        TenantConfig(**options)
+
+
+def test_a_contradiction_is_found_before_the_model_is_looked_for():
+    with pytest.raises(ConfigError, match="min_batch is 4"):
+        jaxllm.LLM("no such model", min_batch=4)
+
+
+def test_a_scheduler_follows_the_options_as_they_were_given():
+    options = EngineConfig(
+        model="m", scheduling_policy="fair", min_batch=3, max_wait_ms=1, tenants={"a": TenantConfig()}
+    )
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 8, "max_model_len": 64, "page_size": 4, "num_pages": 32}
+    config = scheduler.SchedulerConfig.of(options, **sizes)
+    for field in dataclasses.fields(scheduler.SchedulingOptions):
+        assert getattr(config, field.name) == getattr(options, field.name)

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 import pytest
 
 from jaxllm.errors import ConfigError, InvalidRequestError
-from jaxllm.options import refuse_unknown_options
+from jaxllm.options import checked_options
 
 
-@refuse_unknown_options(ConfigError)
+@checked_options(ConfigError)
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Two of them."""
@@ -40,7 +40,7 @@ def test_an_unknown_option_is_refused_with_the_closest_and_the_known_ones():
 
 
 def test_the_error_is_the_one_asked_for():
-    @refuse_unknown_options(InvalidRequestError)
+    @checked_options(InvalidRequestError)
     @dataclass(kw_only=True)
     class Other:
         a: int = 0

@@ -232,7 +232,7 @@ class Loop:
         plan = scheduler.schedule()
         self.copies.begin(scheduler.take_page_moves())
         scheduler.check_integrity()
-        if self.config.policy == "priority":
+        if self.config.scheduling_policy == "priority":
             rank = ByPriority().rank
             # One amid its prompt gives way to a more urgent prompt, whoever else runs.
             preempted = [

@@ -16,7 +16,7 @@ def make_tiered(make_loop):
     """A loop with 24 pages on the device and many on the host."""
 
     def make(num_ahead=0, **changes):
-        sizes = {"num_pages": 25, "max_model_len": 96, "num_host_pages": 100, "return_by": "copy"}
+        sizes = {"num_pages": 25, "max_model_len": 96, "num_host_pages": 100, "kv_return_by": "copy"}
         return make_loop(num_ahead, **(sizes | changes))
 
     return make
@@ -71,7 +71,7 @@ def test_what_is_on_the_host_already_is_not_copied_again(make_tiered):
 def test_a_preempted_request_gets_the_same_tokens_by_copy_and_by_recomputation(
     make_tiered, expect_alone, return_by, num_ahead
 ):
-    loop = make_tiered(num_ahead, num_pages=13, max_model_len=40, return_by=return_by)
+    loop = make_tiered(num_ahead, num_pages=13, max_model_len=40, kv_return_by=return_by)
     requests = [Request(name, [seed] * 10, max_tokens=30) for seed, name in enumerate(("first", "second", "third"))]
     loop.add(*requests)
     loop.run()
@@ -286,7 +286,7 @@ def test_nobody_finds_what_a_failed_step_may_have_spoilt(make_tiered):
 
 
 def test_slow_copies_give_way_to_computing(make_tiered, expect_alone):
-    loop = make_tiered(return_by="auto")
+    loop = make_tiered(kv_return_by="auto")
     for number in range(6):  # steps of a millisecond teach what computing costs
         request = Request(f"r{number}", [number] * (3 + 5 * number), max_tokens=3)
         loop.add(request)
@@ -331,7 +331,7 @@ def test_the_time_of_a_copy_is_learned_from_those_that_came(make_tiered):
 
 def test_what_was_once_slow_is_tried_again_after_a_while(make_tiered):
     """An estimate that keeps pages on the host would never be put right."""
-    loop = make_tiered(return_by="auto")
+    loop = make_tiered(kv_return_by="auto")
 
     def run_in_time(name, prompt, max_tokens=3):
         loop.add(request := Request(name, prompt, max_tokens=max_tokens))
@@ -636,8 +636,11 @@ class TestPageTiers:
     ("changes", "message"),
     [
         ({"num_host_pages": 5, "enable_prefix_caching": False}, "found by the prefix cache"),
-        ({"return_by": "carrier pigeon"}, "return_by is 'carrier pigeon'; it must be one of auto, copy, recompute"),
-        ({"num_host_pages": -1}, "num_host_pages is -1; it must be at least 0"),
+        (
+            {"kv_return_by": "carrier pigeon"},
+            "kv_return_by is 'carrier pigeon'; it must be one of auto",
+        ),
+        ({"num_host_pages": -1}, "num_host_pages is -1; it must be an integer of at least 0"),
         ({"max_saving_pages": 0}, "max_saving_pages is 0"),
     ],
 )

@@ -12,8 +12,8 @@ def served_tokens(loop, *tenants):
 
 
 def test_first_come_first_served_knows_no_priority(make_loop):
-    loop = make_loop(policy="fcfs", max_num_seqs=1)
-    with pytest.raises(RequestRefusedError, match=r"priority is -1, and the policy is 'fcfs'"):
+    loop = make_loop(scheduling_policy="fcfs", max_num_seqs=1)
+    with pytest.raises(RequestRefusedError, match=r"priority is -1, and scheduling_policy is 'fcfs'"):
         loop.add(Request("urgent", [1], max_tokens=1, priority=-1))
     loop.add(Request("b", [1], max_tokens=1, arrival_time=2.0), Request("a", [1], max_tokens=1, arrival_time=1.0))
     loop.run()
@@ -123,7 +123,7 @@ def test_pages_that_those_who_give_way_share_are_room(make_loop, expect_alone):
 
 
 def test_a_flood_of_one_tenant_does_not_starve_another(make_loop):
-    loop = make_loop(policy="fair", max_num_seqs=2, max_num_batched_tokens=16)
+    loop = make_loop(scheduling_policy="fair", max_num_seqs=2, max_num_batched_tokens=16)
     loop.add(*(Request(f"flood{index}", [index] * 12, max_tokens=4, tenant="flood") for index in range(40)))
     for _ in range(5):
         loop.step()
@@ -135,7 +135,7 @@ def test_a_flood_of_one_tenant_does_not_starve_another(make_loop):
 
 def test_tenants_get_tokens_by_their_weights(make_loop):
     tenants = {"heavy": TenantConfig(weight=3.0)}
-    loop = make_loop(policy="fair", tenants=tenants, max_num_seqs=2, max_num_batched_tokens=16)
+    loop = make_loop(scheduling_policy="fair", tenants=tenants, max_num_seqs=2, max_num_batched_tokens=16)
     for index in range(60):
         for tenant in ("heavy", "light"):
             loop.add(Request(f"{tenant}{index}", [index] * 10, max_tokens=5, tenant=tenant, use_prefix_cache=False))
@@ -147,7 +147,7 @@ def test_tenants_get_tokens_by_their_weights(make_loop):
 
 
 def test_tenants_take_turns_within_a_step(make_loop):
-    loop = make_loop(policy="fair", max_num_seqs=6, max_num_batched_tokens=120)
+    loop = make_loop(scheduling_policy="fair", max_num_seqs=6, max_num_batched_tokens=120)
     for tenant in "abc":
         loop.add(*(Request(f"{tenant}{index}", [index] * 20, max_tokens=2, tenant=tenant) for index in range(9)))
     plan = loop.schedule()
@@ -157,7 +157,7 @@ def test_tenants_take_turns_within_a_step(make_loop):
 
 
 def test_a_tenant_does_not_save_up_while_it_has_no_requests(make_loop):
-    loop = make_loop(policy="fair", max_num_seqs=1)
+    loop = make_loop(scheduling_policy="fair", max_num_seqs=1)
     loop.add(*(Request(f"busy{index}", [index] * 9, max_tokens=9, tenant="busy") for index in range(20)))
     for _ in range(60):
         loop.step()
@@ -169,7 +169,7 @@ def test_a_tenant_does_not_save_up_while_it_has_no_requests(make_loop):
 
 
 def test_within_a_tenant_priority_counts(make_loop):
-    loop = make_loop(policy="fair", max_num_seqs=1)
+    loop = make_loop(scheduling_policy="fair", max_num_seqs=1)
     loop.add(Request("a", [1], max_tokens=1, tenant="x", priority=1), Request("b", [1], max_tokens=1, tenant="x"))
     loop.run()
     assert list(loop.streams) == ["b", "a"]
@@ -230,7 +230,7 @@ def test_tokens_per_minute_are_reserved_given_back_and_free_again_after_a_minute
     ("limits", "message"),
     [
         ({"weight": 0.0}, "weight is 0.0; it must be a number above 0"),
-        ({"max_running": 0}, "max_running is 0; it must be at least 1"),
+        ({"max_running": 0}, "max_running is 0; it must be an integer of at least 1"),
         ({"max_tokens_per_minute": -5}, "max_tokens_per_minute is -5"),
     ],
 )

@@ -31,7 +31,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tpot_target_ms=st.sampled_from([None, 3.0]),
         windows=st.sampled_from([(None,), (None,), (None, 9), (5, None, 5), (1, 14), (6,), (None, None)]),
         num_host_pages=st.sampled_from([0, 3, 40]),
-        return_by=st.sampled_from(["copy", "copy", "auto", "recompute"]),
+        kv_return_by=st.sampled_from(["copy", "copy", "auto", "recompute"]),
         prefetch_window=st.integers(0, 3),
         max_loading_pages=st.integers(1, 20),
         max_saving_pages=st.integers(1, 20),
@@ -50,7 +50,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             page_size=page_size,
             num_pages=1 + num_pages + spare_pages,
             windows=windows,
-            policy=policy,
+            scheduling_policy=policy,
             tenants={
                 "limited": TenantConfig(max_running=1, max_queued=3),
                 "heavy": TenantConfig(weight=2.0 if policy == "fair" else 1.0),

@@ -76,10 +76,10 @@ def test_sampling_settings_out_of_range_are_refused(setting):
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"max_num_seqs": 0}, "max_num_seqs is 0; it must be at least 1"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0; it must be an integer of at least 1"),
         ({"page_size": 0}, "page_size is 0"),
-        ({"num_pages": 1}, "num_pages is 1; it must be at least 2"),
-        ({"max_model_len": 1}, "max_model_len is 1; it must be at least 2"),
+        ({"num_pages": 1}, "num_pages is 1; it must be an integer of at least 2"),
+        ({"max_model_len": 1}, "max_model_len is 1; it must be an integer of at least 2"),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 63}, "63 and max_num_seqs is 64"),
     ],
 )

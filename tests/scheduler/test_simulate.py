@@ -59,7 +59,7 @@ def test_fair_sharing_shows_in_the_example_trace():
             max_model_len=8192,
             page_size=64,
             num_pages=1500,
-            policy=policy,
+            scheduling_policy=policy,
         )
         outcome = simulate(trace, config, CostModel())
         chat = sorted(ttft for name, ttft in outcome.ttft_s.items() if outcome.tenants[name] == "chat")

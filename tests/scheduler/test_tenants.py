@@ -23,7 +23,7 @@ def turns(loop, *tenants):
 @pytest.mark.parametrize("policy", ["priority", "fair"])
 @pytest.mark.parametrize("limit", [None, 10_000])
 def test_accounts_of_tenants_that_have_left_are_closed(make_loop, policy, limit):
-    loop = make_loop(policy=policy, default_tenant=TenantConfig(max_tokens_per_minute=limit))
+    loop = make_loop(scheduling_policy=policy, default_tenant=TenantConfig(max_tokens_per_minute=limit))
     for index in range(400):
         loop.add(Request("a", [1, 2], max_tokens=2, tenant=f"t{index}"))
         loop.run()
@@ -52,7 +52,7 @@ def test_an_account_that_is_not_closed_keeps_what_it_owes(make_loop):
 
 
 def test_what_a_tenant_had_before_all_was_idle_is_not_held_against_it(make_loop):
-    loop = make_loop(policy="fair", max_num_seqs=1)
+    loop = make_loop(scheduling_policy="fair", max_num_seqs=1)
     loop.add(*flood("past", 60))
     loop.run()
     loop.add(*flood("new", 20))
@@ -66,7 +66,7 @@ def test_what_a_tenant_had_before_all_was_idle_is_not_held_against_it(make_loop)
 
 def test_a_tenant_that_asks_for_little_leaves_no_credit_to_others(make_loop):
     """One that always runs and never waits has had little. Who comes new starts level with those that wait."""
-    loop = make_loop(policy="fair", max_num_seqs=2)
+    loop = make_loop(scheduling_policy="fair", max_num_seqs=2)
     loop.add(Request("little", [1], max_tokens=120, tenant="little"))
     loop.step()
     loop.add(*flood("busy", 60))

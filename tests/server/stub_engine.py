@@ -62,18 +62,13 @@ class StubEngine:
     step_s = 0.002
 
     def __init__(self, config: EngineConfig) -> None:
-        self._config = SchedulerConfig(
+        self._config = SchedulerConfig.of(
+            config,
             max_num_seqs=config.max_num_seqs or 32,
             max_num_batched_tokens=config.max_num_batched_tokens or 2048,
             max_model_len=config.max_model_len or 2048,
             page_size=config.page_size or 16,
             num_pages=config.num_pages or 2049,
-            enable_prefix_caching=config.enable_prefix_caching,
-            policy=config.scheduling_policy,
-            max_queued_requests=config.max_queued_requests,
-            max_queued_tokens=config.max_queued_tokens,
-            tenants=config.tenants,
-            default_tenant=config.default_tenant,
         )
         self.scheduler = Scheduler(self._config)
         self.info = EngineInfo(

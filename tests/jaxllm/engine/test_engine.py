@@ -71,7 +71,7 @@ def test_requests_without_a_seed_take_theirs_from_that_of_the_engine(tiny_llm, m
         monkeypatch.setattr(tiny_llm.engine.core, "_seeds", random.Random(seed))
         return tokens(tiny_llm, [PROMPTS[2]] * 2, unseeded) + tokens(tiny_llm, [PROMPTS[2]], unseeded)
 
-    first = run(seed=tiny_llm.engine.config.seed)
+    first = run(seed=tiny_llm.engine.config.options.seed)
     assert len({tuple(result) for result in first}) == 3
     assert run(seed=0) == first
     assert run(seed=1) != first

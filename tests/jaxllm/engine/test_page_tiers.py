@@ -64,7 +64,7 @@ def expected(llm):
 
 @pytest.mark.parametrize("return_by", ["copy", "recompute"])
 def test_tiers_and_both_ways_back_give_the_same_tokens(llm, expected, return_by):
-    reschedule(llm, return_by=return_by)
+    reschedule(llm, kv_return_by=return_by)
     assert converse(llm) == expected
     stats = llm.engine.scheduler.stats()
     assert stats.num_saved_pages > 30
@@ -74,7 +74,7 @@ def test_tiers_and_both_ways_back_give_the_same_tokens(llm, expected, return_by)
 
 
 def test_copies_that_fail_cost_time_only(llm, expected, monkeypatch):
-    reschedule(llm, return_by="copy")
+    reschedule(llm, kv_return_by="copy")
     mover, calls = llm.engine.runner._mover, []
 
     def fail_at_times(function):

@@ -61,8 +61,8 @@ def prompts_of(vocab_size, num_prompts, num_shared, num_own, seed=0):
 SETTINGS = {
     "cache": {},
     "no cache": {"enable_prefix_caching": False},
-    "fcfs": {"policy": "fcfs"},
-    "fair": {"policy": "fair"},
+    "fcfs": {"scheduling_policy": "fcfs"},
+    "fair": {"scheduling_policy": "fair"},
     "longest match first": {"prefix_window": 4},
     "merge window": {"max_wait_ms": 5.0, "min_batch": 4},
     "tpot target": {"tpot_target_ms": 1.0, "min_chunk_tokens": 8},
