@@ -49,8 +49,9 @@ class Attention(nnx.Module):
         D, K, H = config.model_dim, config.cache.num_kv_heads, config.cache.head_dim
         columns = PartitionSpec(None, "model")
         self.q = Linear(D, config.num_heads * H, dtype, columns, bias=config.qkv_bias)
-        self.k = Linear(D, K * H, dtype, columns, bias=config.qkv_bias)
-        self.v = Linear(D, K * H, dtype, columns, bias=config.qkv_bias)
+        num_copies = config.cache.num_copies
+        self.k = Linear(D, K * H, dtype, columns, bias=config.qkv_bias, num_copies=num_copies)
+        self.v = Linear(D, K * H, dtype, columns, bias=config.qkv_bias, num_copies=num_copies)
         self.out = Linear(config.num_heads * H, D, dtype, PartitionSpec("model", None))
         self.q_norm = self._norm() if config.qk_norm_eps is not None else None
         self.k_norm = self._norm() if config.qk_norm_eps is not None else None

@@ -17,11 +17,22 @@ class Linear(nnx.Module):
     Args:
       partition: how the two axes are split over the mesh.
       bias: whether there is one, float32 [out].
+      num_copies: how many neighbouring devices have the same columns (`parameter`).
     """
 
-    def __init__(self, in_dim: int, out_dim: int, dtype: jnp.dtype, partition: PartitionSpec, *, bias: bool = False):
-        self.weight = parameter((in_dim, out_dim), dtype, partition)
-        self.bias = parameter((out_dim,), jnp.dtype(jnp.float32), PartitionSpec(partition[1])) if bias else None
+    def __init__(
+        self,
+        in_dim: int,
+        out_dim: int,
+        dtype: jnp.dtype,
+        partition: PartitionSpec,
+        *,
+        bias: bool = False,
+        num_copies: int = 1,
+    ):
+        self.weight = parameter((in_dim, out_dim), dtype, partition, num_copies=num_copies)
+        float32, columns = jnp.dtype(jnp.float32), PartitionSpec(partition[1])
+        self.bias = parameter((out_dim,), float32, columns, num_copies=num_copies) if bias else None
 
     def __call__(self, x_TX: Array) -> Array:
         weight = self.weight[...]

@@ -7,12 +7,17 @@ from jax.sharding import PartitionSpec
 REPLICATED = PartitionSpec()
 
 
-def parameter(shape: tuple[int, ...], dtype: jnp.dtype, partition: PartitionSpec = REPLICATED) -> nnx.Param:
+def parameter(
+    shape: tuple[int, ...], dtype: jnp.dtype, partition: PartitionSpec = REPLICATED, *, num_copies: int = 1
+) -> nnx.Param:
     """A parameter to be filled by the loader. `partition` names a mesh axis ("model") for each split axis.
+
+    With `num_copies`, so many neighbouring devices hold the same part of the checkpoint's tensor, of which the last
+    axis is shorter by this factor.
 
     Build models under `nnx.eval_shape`, so that nothing is allocated here.
     """
-    return nnx.Param(jnp.zeros(shape, dtype), partition=partition)
+    return nnx.Param(jnp.zeros(shape, dtype), partition=partition, num_copies=num_copies)
 
 
 def activation_dtype(weight_dtype: jnp.dtype, platform: str) -> jnp.dtype:

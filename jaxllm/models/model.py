@@ -1,5 +1,6 @@
 """A checkpoint's model: its shapes before the weights are read, and how to read them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -18,6 +19,11 @@ from jaxllm.loading.weights import WeightSpec, load_weights
 from jaxllm.models.registry import ModelConfig, find_family
 from jaxllm.models.tensor_names import EMBEDDING, HEAD, OTHER_PARTS, stored_name
 
+_CHOOSE = (
+    "choose a tensor_parallel_size that divides the model's query heads, feed-forward width and vocabulary, and that "
+    "divides its KV heads or is a multiple of them"
+)
+
 
 @dataclass(frozen=True)
 class Model:
@@ -34,7 +40,7 @@ class Model:
 
         Raises:
           UnsupportedModelError: the architecture, or a feature of it, is not known.
-          ConfigError: the family overflows in this dtype, or heads or widths do not divide by the mesh's "model" axis.
+          ConfigError: the family overflows in this dtype, or heads or widths do not divide over the axis "model".
         """
         family = find_family(checkpoint.config)
         if dtype.name in family.refused_dtypes:
@@ -43,9 +49,13 @@ class Model:
                 "choose bfloat16 or float32"
             )
         config = family.parse_config(family.hf_config(checkpoint.config), max_model_len)
-        for num_kv_heads in {spec.num_kv_heads for spec in config.cache_specs}:
-            if num_kv_heads % mesh.shape["model"]:
-                raise _does_not_divide(f"the number of KV heads, {num_kv_heads},", mesh)
+        num_devices = mesh.shape["model"]
+        if config.num_heads % num_devices:
+            raise _does_not_divide(f"the number of query heads, {config.num_heads},", mesh)
+        try:
+            config = replace(config, cache_specs=tuple(spec.split(num_devices) for spec in config.cache_specs))
+        except ValueError as error:
+            raise ConfigError(f"{error}: {_CHOOSE}") from error
         between_dots = activation_dtype(dtype, mesh.devices.flat[0].platform)
         graphdef, state = nnx.split(nnx.eval_shape(lambda: family.model(config, dtype, between_dots)))
         table = family.weight_table(config)
@@ -53,7 +63,8 @@ class Model:
         for path, parameter in nnx.to_flat_state(state):
             name = ".".join(map(str, path))
             source = table.pop(name)
-            specs[name] = WeightSpec(_struct(name, parameter, mesh), source.names, source.assemble)
+            assemble = _copied(source.assemble, parameter.get_metadata()["num_copies"], num_devices)
+            specs[name] = WeightSpec(_struct(name, parameter, mesh), source.names, assemble)
         assert not table, f"the weight table names parameters that the model has not: {sorted(table)}"
         return cls(config, specs, graphdef, jax.tree.structure(state))
 
@@ -100,10 +111,20 @@ def _struct(name: str, parameter: nnx.Variable, mesh: Mesh) -> jax.ShapeDtypeStr
 
 
 def _does_not_divide(what: str, mesh: Mesh) -> ConfigError:
-    return ConfigError(
-        f"{what} does not divide over {mesh.shape['model']} devices: "
-        "choose a tensor_parallel_size that divides the model's KV heads, feed-forward width and vocabulary"
-    )
+    return ConfigError(f"{what} does not divide over {mesh.shape['model']} devices: {_CHOOSE}")
+
+
+def _copied(assemble: Callable[..., np.ndarray], num_copies: int, num_devices: int) -> Callable[..., np.ndarray]:
+    """`assemble`, with each part of the last axis `num_copies` times, so that there is one for each device."""
+    if num_copies == 1:
+        return assemble
+
+    def assemble_copies(*tensors: np.ndarray) -> np.ndarray:
+        whole = assemble(*tensors)
+        parts = whole.reshape(*whole.shape[:-1], num_devices // num_copies, -1)
+        return parts.repeat(num_copies, axis=-2).reshape(*whole.shape[:-1], -1)
+
+    return assemble_copies
 
 
 def _check_tied(checkpoint: Checkpoint, embedding: str, head: str) -> None:

@@ -1,13 +1,7 @@
-"""What the compiled programs do with memory; that pages, preemption and devices do not change the tokens."""
-
-import json
-import re
-import subprocess
-import sys
+"""What the compiled programs do with memory; that pages and preemption do not change the tokens."""
 
 import numpy as np
 import pytest
-from tiny_models import TINY_MODELS, write_tiny_model
 
 from jaxllm.engine import runner as runner_module
 from jaxllm.errors import OutOfMemoryError
@@ -91,54 +85,3 @@ def test_80_requests_with_room_for_40_percent_of_their_pages(tiny_llm, generate)
     assert num_preemptions[-1] > 10
     for prompt, n, tokens in zip(prompts, max_tokens, together, strict=True):
         assert [tokens] == generate(runner, config, [prompt], n)
-
-
-# Devices
-
-OVER_DEVICES = """
-import json, sys
-from jaxllm import LLM, SamplingParams
-from jaxllm.errors import ConfigError
-
-folder, prompts = sys.argv[1], json.loads(sys.argv[2])
-options = {
-    "dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 32, "page_size": 8, "num_pages": 65,
-    "compilation_cache_dir": "",
-}
-params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-results = {}
-for num_devices in (1, 2, 4):
-    llm = LLM(folder, tensor_parallel_size=num_devices, **options)
-    llm.engine.runner.wait_until_compiled()
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-    [shard, *others] = llm.engine.runner._kv_pages[0].addressable_shards
-    results[num_devices] = {
-        "tokens": [output.outputs[0].token_ids for output in outputs],
-        "shards": 1 + len(others),
-        "heads": shard.data.shape[1],
-        "weights_bytes": sum(w.addressable_shards[0].data.nbytes for w in llm.engine.runner._weights),
-    }
-try:
-    LLM(folder, tensor_parallel_size=3, **options)
-except ConfigError as error:
-    results["error"] = str(error)
-print(json.dumps(results))
-"""
-
-
-def test_a_model_split_over_devices_gives_the_same_tokens(tmp_path, monkeypatch, write_tokenizer):
-    config = TINY_MODELS["llama"] | {"num_key_value_heads": 4, "num_hidden_layers": 2}
-    monkeypatch.setitem(TINY_MODELS, "four KV heads", config)
-    write_tokenizer(write_tiny_model("four KV heads", tmp_path))
-    prompts = json.dumps(random_prompts(6, min_len=1, max_len=60))
-    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
-    command = [sys.executable, "-c", OVER_DEVICES, str(tmp_path), prompts]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    results = json.loads(result.stdout)
-    for num_devices in (1, 2, 4):
-        over = results[str(num_devices)]
-        assert over["tokens"] == results["1"]["tokens"]
-        assert (over["shards"], over["heads"]) == (num_devices, 8 // num_devices)
-        assert over["weights_bytes"] < results["1"]["weights_bytes"] / num_devices * 1.1
-    assert re.search(r"does not divide over 3 devices: .*KV heads", results["error"])

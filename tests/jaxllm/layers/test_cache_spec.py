@@ -1,20 +1,24 @@
-"""A model whose layers keep different things, as Gemma 4 does: heads of 16 in layers with a window, of 64 in others."""
+"""What layers keep; and a model whose layers keep different things: heads of 16 within a window, heads of 64 of all."""
 
-import copy
+import json
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from tiny_models import TINY_MODELS
 
 from jaxllm.layers import attention
 from jaxllm.layers.cache_spec import CacheSpec
-from jaxllm.layers.rope import RopeConfig
 from jaxllm.models.model import Model
 from jaxllm.models.registry import FAMILIES
 
@@ -24,34 +28,35 @@ PAGE_SIZE = 4
 
 
 def two_kinds(family):
-    def rope(head_dim):
-        return RopeConfig(inv_freq=tuple((10_000.0 ** -np.linspace(0, 1, head_dim // 2)).tolist()))
+    """The family with these layers, whatever the config says; heads of 64 are rotated in their first 16 numbers."""
 
     def parse_config(*arguments):
-        return replace(
-            family.parse_config(*arguments),
-            cache_specs=(LOCAL, GLOBAL) * 2,
-            local_rope=rope(LOCAL.head_dim),
-            global_rope=rope(GLOBAL.head_dim),
-        )
+        return replace(family.parse_config(*arguments), cache_specs=(LOCAL, GLOBAL) * 2)
 
     return replace(family, parse_config=parse_config)
 
 
 @pytest.fixture(scope="module")
-def mixed(tiny_model):
-    """The tiny Gemma 3 with layers of two kinds."""
-    model = copy.copy(tiny_model("gemma3"))
+def mixed(tiny_model, tmp_path_factory, write_tokenizer):
+    """The tiny Qwen2 with layers of two kinds, and a folder that has its weights."""
+    folder, config = tmp_path_factory.mktemp("mixed"), TINY_MODELS["qwen2"] | {"num_hidden_layers": 4}
+    (folder / "config.json").write_text(json.dumps(config))
+    write_tokenizer(folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(FAMILIES, "Gemma3ForCausalLM", two_kinds(FAMILIES["Gemma3ForCausalLM"]))
-        checkpoint = SimpleNamespace(config=TINY_MODELS["gemma3"])
-        model.model = Model.from_checkpoint(checkpoint, dtype=jnp.dtype("float32"), max_model_len=128, mesh=model.mesh)
-    rng = np.random.default_rng(0)
-    model.weights = [
-        jnp.asarray(rng.standard_normal(struct.shape) * (1.4 * struct.shape[0] ** -0.5), struct.dtype)
-        for struct in model.model.structs
-    ]
-    return model
+        patch.setitem(FAMILIES, "Qwen2ForCausalLM", two_kinds(FAMILIES["Qwen2ForCausalLM"]))
+        shapes = Model.from_checkpoint(
+            SimpleNamespace(config=config),
+            dtype=jnp.dtype("float32"),
+            max_model_len=128,
+            mesh=tiny_model("llama").mesh,
+        )
+        rng, tensors = np.random.default_rng(0), {}
+        for spec in shapes._specs.values():
+            array = rng.standard_normal(spec.struct.shape)
+            array = 1 + 0.3 * array if array.ndim == 1 else 2 * spec.struct.shape[0] ** -0.5 * array
+            tensors[spec.sources[0]] = spec.assemble(array).astype(np.float32, order="C")
+        save_file(tensors, folder / "model.safetensors")
+        yield type(tiny_model("llama"))(folder, "float32", max_model_len=128)
 
 
 @pytest.fixture(scope="module")
@@ -135,3 +140,67 @@ def test_arrays_are_seen_in_both_shapes_without_a_copy(runner):
         found = moved.findall(program.as_text())
         assert found, "the pattern does not fit XLA's text any more"
         assert not [dims for dims, _ in found if prod(map(int, dims.split(","))) >= size], bucket
+
+
+# Devices
+
+
+def test_each_device_has_whole_heads_and_may_share_them():
+    spec = CacheSpec(num_kv_heads=4, head_dim=16)
+    assert spec.split(1) == spec.split(2) == spec.split(4) == spec
+    assert spec.split(8) == CacheSpec(num_kv_heads=8, head_dim=16, num_copies=2)
+    for num_devices in (3, 6):
+        with pytest.raises(ValueError, match=f"4 KV heads cannot be shared out equally among {num_devices} devices"):
+            spec.split(num_devices)
+
+
+OVER_DEVICES = """
+import json, sys
+from test_cache_spec import two_kinds
+from jaxllm import LLM, SamplingParams
+from jaxllm.errors import ConfigError
+from jaxllm.models.registry import FAMILIES
+
+folder, prompts = sys.argv[1], json.loads(sys.argv[2])
+FAMILIES["Qwen2ForCausalLM"] = two_kinds(FAMILIES["Qwen2ForCausalLM"])
+options = {
+    "dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 32, "page_size": 8, "num_pages": 129,
+    "compilation_cache_dir": "",
+}
+params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+results = {}
+for num_devices in (1, 2, 4):
+    llm = LLM(folder, tensor_parallel_size=num_devices, **options)
+    llm.engine.runner.wait_until_compiled()
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    shards = llm.engine.runner._kv_pages[0].addressable_shards
+    results[num_devices] = {
+        "tokens": [output.outputs[0].token_ids for output in outputs],
+        "shards": len(shards),
+        "page_bytes": shards[0].data.nbytes // 129,
+        "weights_bytes": sum(w.addressable_shards[0].data.nbytes for w in llm.engine.runner._weights),
+    }
+try:
+    LLM(folder, tensor_parallel_size=3, **options)
+except ConfigError as error:
+    results["error"] = str(error)
+print(json.dumps(results))
+"""
+
+
+def test_a_model_split_over_devices_gives_the_same_tokens(mixed, monkeypatch):
+    """Also where there are more of them than KV heads, 2 and 1: then some hold the same head."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *sys.path]))
+    prompts = json.dumps(random_prompts())
+    command = [sys.executable, "-c", OVER_DEVICES, str(mixed.folder), prompts]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    results = json.loads(result.stdout)
+    for num_devices in (1, 2, 4):
+        over = results[str(num_devices)]
+        assert over["tokens"] == results["1"]["tokens"]
+        assert over["shards"] == num_devices
+        assert over["page_bytes"] == 8 * GLOBAL.token_size * 4, "a whole head of 64"
+        assert over["weights_bytes"] < results["1"]["weights_bytes"] / num_devices * 1.25  # K and V have copies.
+    assert re.search(r"does not divide over 3 devices: .*KV heads", results["error"])
