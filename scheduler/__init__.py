@@ -9,7 +9,7 @@ from jaxllm.scheduler.batch_layout import BatchLayout, Field
 from jaxllm.scheduler.buckets import Bucket, declare_buckets, pick_bucket
 from jaxllm.scheduler.config import SchedulerConfig
 from jaxllm.scheduler.errors import RequestRefusedError, SchedulerBusyError, SchedulerConfigError
-from jaxllm.scheduler.page_moves import PageMoves
+from jaxllm.scheduler.host_tier.page_moves import PageMoves
 from jaxllm.scheduler.request import Request, RequestStatus
 from jaxllm.scheduler.running_table import RunningTable
 from jaxllm.scheduler.sampled_tokens import SampledTokens

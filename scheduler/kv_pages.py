@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxllm.scheduler.config import SchedulerConfig
-from jaxllm.scheduler.page_loads import HostPrefix, PageLoads
+from jaxllm.scheduler.host_tier.host_slots import HostSlots
+from jaxllm.scheduler.host_tier.page_loads import HostPrefix, PageLoads
 from jaxllm.scheduler.page_pool import PagePool
-from jaxllm.scheduler.page_tiers import PageTiers
 from jaxllm.scheduler.prefix_cache import PrefixCache
 from jaxllm.scheduler.request import Request
 from jaxllm.scheduler.running_table import RunningTable
@@ -23,9 +23,9 @@ class KVPages:
 
     def __init__(self, config: SchedulerConfig, table: RunningTable) -> None:
         self.cache = PrefixCache(config.page_size, config.enable_prefix_caching, config.windows)
-        self.tiers = PageTiers(config.num_host_pages, config.max_saving_pages)
-        self.pool = PagePool(config.num_pages, self.cache, self.tiers)
-        self.loads = PageLoads(self.pool, self.cache, self.tiers)
+        self.host_slots = HostSlots(config.num_host_pages, config.max_saving_pages)
+        self.pool = PagePool(config.num_pages, self.cache, self.host_slots)
+        self.loads = PageLoads(self.pool, self.cache, self.host_slots)
         self._config = config
         self._page_size = config.page_size
         self._num_groups = config.num_groups
@@ -93,15 +93,15 @@ class KVPages:
 
     def on_host(self, request: Request, shared_pages: Sequence[int]) -> HostPrefix | None:
         """What the host has of the request's prefix beyond the pages that it would share; None if nothing."""
-        if not len(self.tiers) or not self.cache.serves(request):
+        if not len(self.host_slots) or not self.cache.serves(request):
             return None
-        keys = self.cache.longest_prefix(request, self.tiers)
+        keys = self.cache.longest_prefix(request, self.host_slots)
         num_new_pages = (len(keys) - len(shared_pages)) // self._num_groups
         if num_new_pages <= 0:
             return None
         found = [page for key in keys if key and (page := self.cache.page_of(key)) is not None]
         missing = [key for key in keys if key and self.cache.page_of(key) is None]
-        return HostPrefix(num_new_pages, found, missing, self.tiers.slots_of(missing))
+        return HostPrefix(num_new_pages, found, missing, self.host_slots.slots_of(missing))
 
     def begin_load(self, request: Request, prefix: HostPrefix, shared_pages: Sequence[int]) -> None:
         """Begins to bring back what the host has, and reserves what the request lacks beyond. Where there is room for
@@ -179,12 +179,12 @@ class KVPages:
         """What was computed for a request is found by nobody any more, wherever it lies."""
         keys = self.cache.own_keys(request.page_keys)
         self.pool.forget_cached([page for key in keys if (page := self.cache.page_of(key)) is not None])
-        self.tiers.forget(keys)
+        self.host_slots.forget(keys)
 
     def forget_all(self) -> None:
         """Nothing that was computed is found any more, on the device or on the host."""
         self.pool.forget_cached()
-        self.tiers.forget()
+        self.host_slots.forget()
 
     def _register_full(self, rows: np.ndarray) -> None:
         """Makes known the full pages of these rows (int[M], distinct)."""
@@ -220,4 +220,4 @@ class KVPages:
         """Asserts that each page is owned by whom the page table says. For tests."""
         self.pool.check_integrity([*self._table.owned_pages, *self.loads.owned_pages])
         self.loads.check_integrity()
-        self.tiers.check_integrity()
+        self.host_slots.check_integrity()

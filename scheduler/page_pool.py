@@ -3,7 +3,7 @@
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
-from jaxllm.scheduler.page_tiers import PageTiers
+from jaxllm.scheduler.host_tier.host_slots import HostSlots
 from jaxllm.scheduler.prefix_cache import PrefixCache
 
 
@@ -12,15 +12,15 @@ class PagePool:
 
     A page may have several owners, which read it and do not write to it. When the last one frees it, a page that
     the prefix cache knows keeps its content until it is needed: blank pages are handed out first, then the cached
-    one that was freed longest ago, whose content may find a place in the `tiers`. Which rows own a page is written in
-    the page table of the running rows. A page may be handed out again while a step that used it for its former owner
-    is in flight: steps run in order on the device.
+    one that was freed longest ago, whose content may find a place in the `host_slots`. Which rows own a page is
+    written in the page table of the running rows. A page may be handed out again while a step that used it for its
+    former owner is in flight: steps run in order on the device.
     """
 
-    def __init__(self, num_pages: int, cache: PrefixCache, tiers: PageTiers) -> None:
+    def __init__(self, num_pages: int, cache: PrefixCache, host_slots: HostSlots) -> None:
         self.num_pages = num_pages
         self._cache = cache
-        self._tiers = tiers
+        self._host_slots = host_slots
         self._blank = list(range(num_pages - 1, 0, -1))  # a stack; low numbers first
         self._cached: OrderedDict[int, None] = OrderedDict()  # unowned, with content; the next to give up first
         self._num_owners: dict[int, int] = {}  # of the pages that have more than one
@@ -41,9 +41,9 @@ class PagePool:
         if num_left < 0:
             assert -num_left <= len(self._cached), f"{num_pages} pages wanted, {self.num_free_pages} free"
             evicted = [self._cached.popitem(last=False)[0] for _ in range(-num_left)]
-            if self._tiers.num_slots:
+            if self._host_slots.num_slots:
                 for page in evicted:
-                    self._tiers.save(self._cache.key_of(page), page)
+                    self._host_slots.save(self._cache.key_of(page), page)
             self._cache.forget(evicted)
             blank.extend(evicted)
             num_left = 0

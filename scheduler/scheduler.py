@@ -9,7 +9,11 @@ import numpy as np
 from jaxllm.scheduler.config import SchedulerConfig
 from jaxllm.scheduler.deadlines import Deadlines
 from jaxllm.scheduler.errors import RequestRefusedError
-from jaxllm.scheduler.page_moves import PageMoves
+from jaxllm.scheduler.host_tier.page_moves import PageMoves
+from jaxllm.scheduler.host_tier.page_returns import PageReturns
+from jaxllm.scheduler.in_flight import InFlight
+from jaxllm.scheduler.kv_pages import KVPages
+from jaxllm.scheduler.pacing import Pacing
 from jaxllm.scheduler.policy import make_policy
 from jaxllm.scheduler.refusals import refuse_if_full, refuse_if_unservable
 from jaxllm.scheduler.request import Request, RequestStatus
@@ -48,7 +52,21 @@ class Scheduler:
         self._tenants = TenantLedger(config)
         policy = make_policy(config.scheduling_policy, self._tenants)
         self._waiting = WaitingQueue(policy)
-        self._planner = StepPlanner(config, self.table, policy, self._waiting, self._tenants)
+        self._pages = KVPages(config, self.table)
+        self._pacing = Pacing(config)
+        self._in_flight = InFlight(self.table)
+        self._returns = PageReturns(config, self._pages, self._waiting, self._pacing)
+        self._planner = StepPlanner(
+            config,
+            self.table,
+            policy,
+            self._waiting,
+            self._tenants,
+            pages=self._pages,
+            pacing=self._pacing,
+            in_flight=self._in_flight,
+            returns=self._returns,
+        )
         self._preparing: dict[str, Request] = {}  # those that wait for their input
         self._num_preparing_tokens = 0
         self._requests: dict[str, Request] = {}  # all unfinished ones
@@ -73,7 +91,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests without a row, preempted ones included."""
-        return len(self._waiting) + len(self._preparing) + len(self._planner.pages.loads)
+        return len(self._waiting) + len(self._preparing) + len(self._pages.loads)
 
     def add_request(self, request: Request) -> None:
         """Queues a request.
@@ -90,7 +108,7 @@ class Scheduler:
         refuse_if_unservable(request, self.config)
         refuse_if_full(request, self.config, self.num_waiting, self._num_queued_tokens)
         self._tenants.refuse_over_quota(request, now)
-        self._planner.pages.prepare(request)
+        self._pages.prepare(request)
         self._tenants.enter(request, now)
         request.arrival_number = self._num_arrivals
         self._num_arrivals += 1
@@ -153,7 +171,7 @@ class Scheduler:
     def set_step_sizes(self, sizes: Iterable[int]) -> None:
         """The padded sizes of steps with prompts from here on: those of `SchedulerConfig.step_sizes` that there are
         programs for. The last of them is always among them."""
-        self._planner.pacing.set_step_sizes(sizes, self._clock())
+        self._pacing.set_step_sizes(sizes, self._clock())
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None if nothing can run before an update, a new request, or `wait_s`.
@@ -168,11 +186,11 @@ class Scheduler:
 
         What comes of them is told to `pages_saved`, `pages_loaded` and `load_failed` between steps.
         """
-        return PageMoves(self._planner.pages.tiers.take_saves(), self._planner.pages.loads.take_begun())
+        return PageMoves(self._pages.host_slots.take_saves(), self._pages.loads.take_begun())
 
     def pages_saved(self, slots: Sequence[int], *, is_sound: bool) -> None:
         """Copies to these slots of the host were made, or failed."""
-        self._planner.pages.tiers.end_save(slots, is_sound=is_sound)
+        self._pages.host_slots.end_save(slots, is_sound=is_sound)
 
     def pages_loaded(self, ticket: int, num_pages: int, seconds: float) -> list[int]:
         """The next `num_pages` pages of a load are ready to be written, after so many seconds.
@@ -180,16 +198,16 @@ class Scheduler:
         Returns the pages of the device to write them to before anything else is launched; none if they are not wanted
         any more.
         """
-        return self._planner.returns.take_in(ticket, num_pages, seconds)
+        return self._returns.take_in(ticket, num_pages, seconds)
 
     def load_failed(self, ticket: int) -> None:
         """What is still to come of a load cannot be read. Its request computes it again."""
-        self._planner.returns.fail(ticket)
+        self._returns.fail(ticket)
 
     @property
     def is_waiting_for_pages(self) -> bool:
         """Whether some request waits for pages from the host."""
-        return bool(len(self._planner.pages.loads))
+        return bool(len(self._pages.loads))
 
     @property
     def wait_s(self) -> float:
@@ -197,15 +215,15 @@ class Scheduler:
 
         A new request may end it sooner.
         """
-        return self._planner.pacing.window_s(self._waiting, self._clock())
+        return self._pacing.window_s(self._waiting, self._clock())
 
     def update(self, plan: StepPlan, sampled: SampledTokens) -> StepOutput:
         """Takes in what the oldest plan in flight has sampled. Requests without a token were ended (`end_unsound`).
 
         A plan whose step failed is never updated: see `drop`.
         """
-        self._planner.in_flight.pop(plan)
-        self._planner.pacing.note_result(plan, self._clock())
+        self._in_flight.pop(plan)
+        self._pacing.note_result(plan, self._clock())
         table, rows, token_ids, others = self.table, plan.rows, sampled.token_ids[:, 0], None
         if plan.num_draft_tokens is not None or table.last_release >= plan.step_number:
             counts_S, others = self._take_in_others(plan, sampled)
@@ -234,7 +252,7 @@ class Scheduler:
         The caller ends the requests that have rows in it (FINISHED_ERROR); unless it is known that the step left what
         others may find as it should be, it resets the prefix cache too.
         """
-        self._planner.in_flight.drop(plan)
+        self._in_flight.drop(plan)
 
     def end_unsound(self, plan: StepPlan, sampled: SampledTokens) -> list[Request]:
         """Before the plan's `update`: ends the requests (FINISHED_ERROR) that have no token, as there was nothing to
@@ -248,7 +266,7 @@ class Scheduler:
             if self.table.released_at[row] < plan.step_number:
                 request = self.table.requests[row]
             else:
-                request = self._planner.in_flight.take_awaited(plan, row)
+                request = self._in_flight.take_awaited(plan, row)
             if request is not None:
                 self._finish(request, RequestStatus.FINISHED_ERROR)
                 ended.append(request)
@@ -264,15 +282,15 @@ class Scheduler:
             return False
         for request in self.table.running_requests:
             self._planner.preempt(request)
-        for request in self._planner.pages.loads.requests:
-            self._planner.returns.give_up(request)
-        self._planner.pages.forget_all()
+        for request in self._pages.loads.requests:
+            self._returns.give_up(request)
+        self._pages.forget_all()
         return True
 
     def stats(self) -> SchedulerStats:
         """A snapshot for operators, at a cost that does not depend on the load."""
-        table, planner = self.table, self._planner
-        pool, cache, tiers, loads = planner.pages.pool, planner.pages.cache, planner.pages.tiers, planner.pages.loads
+        table, planner, pages = self.table, self._planner, self._pages
+        pool, cache, host_slots, loads = pages.pool, pages.cache, pages.host_slots, pages.loads
         num_preempted = self._waiting.num_preempted
         num_prefilling = int(np.count_nonzero(table.num_total_tokens - table.num_computed_tokens > 1))
         num_requests = {status: self._num_finished[status] for status in RequestStatus} | {
@@ -293,12 +311,12 @@ class Scheduler:
             num_free_pages=pool.num_free_pages,
             num_used_pages=pool.num_pages - 1 - pool.num_free_pages,
             num_cached_pages=pool.num_cached_pages,
-            num_left_pages=planner.pages.num_left_pages,
-            num_host_pages=len(tiers),
-            num_saved_pages=tiers.num_saved_pages,
+            num_left_pages=pages.num_left_pages,
+            num_host_pages=len(host_slots),
+            num_saved_pages=host_slots.num_saved_pages,
             num_loaded_pages=loads.num_loaded_pages,
-            num_lost_pages=tiers.num_lost_pages,
-            num_failed_pages=tiers.num_failed_pages,
+            num_lost_pages=host_slots.num_lost_pages,
+            num_failed_pages=host_slots.num_failed_pages,
             num_stalls=planner.num_stalls,
             stall_s=planner.stall_s,
             num_preemptions=planner.num_preemptions,
@@ -314,14 +332,15 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Asserts that no page, row, token or request is lost or owned twice. Slow; for tests."""
         running, waiting = self.table.running_requests, list(self._waiting)
-        loading = self._planner.pages.loads.requests
+        loading = self._pages.loads.requests
         everybody = [*running, *waiting, *loading, *self._preparing.values()]
         assert sorted(map(id, everybody)) == sorted(map(id, self._requests.values()))
         assert {request.status for request in waiting} <= {RequestStatus.WAITING, RequestStatus.PREEMPTED}
         assert {request.status for request in loading} <= {RequestStatus.WAITING_FOR_PAGES}
         assert self._num_preparing_tokens == sum(request.num_tokens for request in self._preparing.values())
         self._waiting.check_integrity()
-        self._planner.check_integrity()
+        for part in (self.table, self._pages, self._in_flight, self._planner):
+            part.check_integrity()
         for account in self._tenants.accounts:
             own = [request for request in everybody if request.tenant == account.name]
             assert account.num_unfinished == len(own)
@@ -329,7 +348,7 @@ class Scheduler:
 
     @property
     def _num_queued_tokens(self) -> int:
-        num_loading = sum(request.num_tokens for request in self._planner.pages.loads.requests)
+        num_loading = sum(request.num_tokens for request in self._pages.loads.requests)
         return self._waiting.num_tokens + self._num_preparing_tokens + num_loading
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
@@ -340,7 +359,7 @@ class Scheduler:
         else:
             self._planner.leave_queue(request)
         if status is RequestStatus.FINISHED_ERROR and request.has_started:
-            self._planner.pages.forget(request)
+            self._pages.forget(request)
         self._close(request, status)
 
     def _close(self, request: Request, status: RequestStatus) -> None:
@@ -365,7 +384,7 @@ class Scheduler:
             is_simple_S &= plan.num_draft_tokens == 0
         for index in np.flatnonzero(plan.samples & ~is_simple_S).tolist():
             row, num_sampled = plan.rows.item(index), sampled.num_tokens.item(index)
-            request = self._planner.in_flight.take_awaited(plan, row) if is_gone_S[index] else table.requests[row]
+            request = self._in_flight.take_awaited(plan, row) if is_gone_S[index] else table.requests[row]
             if request is None:
                 continue
             token_ids, status = self._up_to_end(

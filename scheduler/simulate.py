@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxllm.scheduler.config import SchedulerConfig
 from jaxllm.scheduler.errors import RequestRefusedError, SchedulerBusyError
-from jaxllm.scheduler.page_moves import PageMoves
+from jaxllm.scheduler.host_tier.page_moves import PageMoves
 from jaxllm.scheduler.request import Request
 from jaxllm.scheduler.sampled_tokens import SampledTokens
 from jaxllm.scheduler.scheduler import Scheduler

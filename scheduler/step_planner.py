@@ -7,10 +7,10 @@ from typing import cast
 import numpy as np
 
 from jaxllm.scheduler.config import SchedulerConfig
+from jaxllm.scheduler.host_tier.page_returns import PageReturns
 from jaxllm.scheduler.in_flight import InFlight
 from jaxllm.scheduler.kv_pages import KVPages
 from jaxllm.scheduler.pacing import Pacing
-from jaxllm.scheduler.page_returns import PageReturns
 from jaxllm.scheduler.policy import Policy
 from jaxllm.scheduler.request import Request, RequestStatus
 from jaxllm.scheduler.running_table import RunningTable
@@ -42,13 +42,18 @@ class StepPlanner:
         policy: Policy,
         waiting: WaitingQueue,
         tenants: TenantLedger,
+        *,
+        pages: KVPages,
+        pacing: Pacing,
+        in_flight: InFlight,
+        returns: PageReturns,
     ) -> None:
-        self.config = config
-        self.table = table
-        self.pages = KVPages(config, table)
-        self.pacing = Pacing(config)
-        self.in_flight = InFlight(table)
-        self.returns = PageReturns(config, self.pages, waiting, self.pacing)
+        self._config = config
+        self._table = table
+        self._pages = pages
+        self._pacing = pacing
+        self._in_flight = in_flight
+        self._returns = returns
         self.num_preemptions = 0  # since the start
         self.num_recomputed_tokens = 0
         self._policy = policy
@@ -68,24 +73,24 @@ class StepPlanner:
 
     @property
     def num_running(self) -> int:
-        return self.table.num_rows - self.table.num_free_rows
+        return self._table.num_rows - self._table.num_free_rows
 
     @property
     def _num_reserved_pages(self) -> int:
         """For the running rows: the next page of each, in each group; and what those that wait for pages lack."""
-        return self.num_running * self.config.num_groups + self.pages.loads.num_reserved_pages
+        return self.num_running * self._config.num_groups + self._pages.loads.num_reserved_pages
 
     @property
     def last_step(self) -> StepTokens:
         """Tokens of the last plan."""
         if self._last_plan is None:
             return StepTokens()
-        return StepTokens.of(self._last_plan, self.config.max_num_batched_tokens)
+        return StepTokens.of(self._last_plan, self._config.max_num_batched_tokens)
 
     @property
     def all_steps(self) -> StepTokens:
         """Tokens of all plans."""
-        num_budget_tokens = self.table.step_number * self.config.max_num_batched_tokens
+        num_budget_tokens = self._table.step_number * self._config.max_num_batched_tokens
         num_decode_tokens = self._mixed_steps.num_decode_tokens + self._num_other_tokens
         return replace(self._mixed_steps, num_decode_tokens=num_decode_tokens, num_budget_tokens=num_budget_tokens)
 
@@ -97,8 +102,8 @@ class StepPlanner:
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can run. The table then counts its tokens as computed."""
         self._started = []
-        self.pages.leave_windows()
-        scheduled_R = self.table.num_wanted_tokens()
+        self._pages.leave_windows()
+        scheduled_R = self._table.num_wanted_tokens()
         if self._prompt_row is not None and scheduled_R[self._prompt_row] <= 1:
             self._prompt_row = None
         has_preempted = self._give_pages_to_decodes(scheduled_R)
@@ -107,25 +112,25 @@ class StepPlanner:
             served_R = scheduled_R.copy()
             if self._prompt_row is not None:
                 served_R[self._prompt_row] = 0
-            self._tenants.charge(self.table.tenant, served_R)
+            self._tenants.charge(self._table.tenant, served_R)
         if self._prompt_row is not None or self._waiting:
-            may_admit = not has_preempted and self.pacing.window_s(self._waiting, now) == 0.0
+            may_admit = not has_preempted and self._pacing.window_s(self._waiting, now) == 0.0
             budget = left = self._prompt_budget(scheduled_R, now)
             if (reading_row := self._prompt_row) is not None:
                 left = self._read_on(reading_row, scheduled_R, budget, may_admit)
             if may_admit:
                 left = self._admit(scheduled_R, left, reading_row)
-                if len(self.pages.tiers) and not self.table.num_free_rows:
+                if len(self._pages.host_slots) and not self._table.num_free_rows:
                     self._prefetch(reading_row)
             is_mixed = is_mixed or left < budget
         plan = self._commit(scheduled_R, is_mixed, now)
-        if self.config.num_host_pages:
+        if self._config.num_host_pages:
             self._note_stall(plan, now)
         return plan
 
     def propose(self, request: Request, token_ids: Sequence[int]) -> None:
         """Drafts of the next tokens of a request, for the next step to verify."""
-        table, row = self.table, request.row
+        table, row = self._table, request.row
         if row is None or not table.is_decoding(row) or table.is_verifying[row]:
             return
         num_tokens = int(table.num_tokens[row])
@@ -141,11 +146,11 @@ class StepPlanner:
         Tokens that steps in flight sample for it are still appended when they come; until then it does not start.
         """
         row = cast(int, request.row)
-        self.in_flight.await_tokens(request, row)
+        self._in_flight.await_tokens(request, row)
         if scheduled_R is not None:
             scheduled_R[row] = 0
         self.num_preemptions += 1
-        request.num_given_up_tokens = min(int(self.table.num_computed_tokens[row]), request.num_tokens)
+        request.num_given_up_tokens = min(int(self._table.num_computed_tokens[row]), request.num_tokens)
         self.leave_rows([request])
         request.move_to(RequestStatus.PREEMPTED)
         self._waiting.push(request)
@@ -155,30 +160,27 @@ class StepPlanner:
         rows = [cast(int, request.row) for request in requests]
         if self._prompt_row in rows:
             self._prompt_row = None
-        self.pages.release(np.array(rows))
+        self._pages.release(np.array(rows))
         for request in requests:
             self._tenants.stop(request)
 
     def leave_queue(self, request: Request) -> None:
         """Takes out a request that waits, in the queue or for its pages."""
-        if request in self.pages.loads:
-            self.pages.loads.end(request)
-            if not len(self.pages.loads):
+        if request in self._pages.loads:
+            self._pages.loads.end(request)
+            if not len(self._pages.loads):
                 self._stalled_since = None
         else:
             self._waiting.remove(request)
 
     def accept(self, row: int, token_ids: Sequence[int], num_computed_tokens: int) -> None:
         """What came of a row's drafts: its new tokens, behind those that were computed before the step."""
-        self.table.accept_tokens(row, np.array(token_ids, np.int32), num_computed_tokens)
-        self.pages.shrink(row, int(self.table.num_computed_tokens[row]))
+        self._table.accept_tokens(row, np.array(token_ids, np.int32), num_computed_tokens)
+        self._pages.shrink(row, int(self._table.num_computed_tokens[row]))
 
     def check_integrity(self) -> None:
-        """Asserts that rows, pages and plans agree. For tests."""
-        self.table.check_integrity()
-        self.pages.check_integrity()
-        self.in_flight.check_integrity()
-        rows = np.flatnonzero(self.table.num_wanted_tokens() > 1).tolist()
+        """Asserts that the one row amid its prompt is known. For tests."""
+        rows = np.flatnonzero(self._table.num_wanted_tokens() > 1).tolist()
         assert rows in ([], [self._prompt_row]), "a row amid its prompt that nobody reads on"
 
     # The parts of `plan`, in order.
@@ -189,21 +191,21 @@ class StepPlanner:
 
         Returns whether it had to.
         """
-        table = self.table
+        table = self._table
         rows = (table.num_computed_tokens + scheduled_R > table.num_slots).nonzero()[0]
         if self._prompt_row is not None:
             rows = rows[rows != self._prompt_row]
         if not rows.size:
             return False
-        has_preempted = rows.size > self.pages.num_growths
-        while rows.size > self.pages.num_growths:
-            last = max([*table.running_requests, *self.pages.loads.requests], key=self._policy.rank)
-            if last in self.pages.loads:
-                self.returns.give_up(last)
+        has_preempted = rows.size > self._pages.num_growths
+        while rows.size > self._pages.num_growths:
+            last = max([*table.running_requests, *self._pages.loads.requests], key=self._policy.rank)
+            if last in self._pages.loads:
+                self._returns.give_up(last)
             else:
                 self.preempt(last, scheduled_R)
             rows = rows[scheduled_R[rows] == 1]
-        self.pages.grow_by_one(rows)
+        self._pages.grow_by_one(rows)
         return has_preempted
 
     def _add_drafts(self, scheduled_R: np.ndarray) -> bool:
@@ -211,16 +213,16 @@ class StepPlanner:
 
         Drafts are a chance, so nobody is preempted for them, and each running row's next page stays free.
         """
-        table, self._has_drafts = self.table, False
-        budget = self.config.max_num_batched_tokens - self._num_served(scheduled_R)
+        table, self._has_drafts = self._table, False
+        budget = self._config.max_num_batched_tokens - self._num_served(scheduled_R)
         for row in np.flatnonzero((table.num_draft_tokens > 0) & (scheduled_R == 1)).tolist():
             num_computed, num_slots = int(table.num_computed_tokens[row]), int(table.num_slots[row])
-            num_spare = max(0, self.pages.num_growths - self.num_running) * self.config.page_size
+            num_spare = max(0, self._pages.num_growths - self.num_running) * self._config.page_size
             number = min(int(table.num_draft_tokens[row]), budget, num_slots + num_spare - num_computed - 1)
             table.num_draft_tokens[row] = number
             scheduled_R[row] += number
             budget -= number
-            self.pages.grow(row, num_computed + 1 + number)
+            self._pages.grow(row, num_computed + 1 + number)
         return bool(table.num_draft_tokens.any())
 
     def _num_served(self, scheduled_R: np.ndarray) -> int:
@@ -230,14 +232,14 @@ class StepPlanner:
     def _prompt_budget(self, scheduled_R: np.ndarray, now: float) -> int:
         """Tokens of prompts that the step may read: what is left of the budget, or what the targets allow."""
         num_others = self._num_served(scheduled_R)
-        budget = self.config.max_num_batched_tokens - num_others
-        if self.config.tpot_target_ms is None:
+        budget = self._config.max_num_batched_tokens - num_others
+        if self._config.tpot_target_ms is None:
             return budget
-        table, row = self.table, self._prompt_row
+        table, row = self._table, self._prompt_row
         depth = 0 if row is None else table.num_computed_tokens.item(row)
         num_kv_tokens = int(table.num_computed_tokens.sum()) - depth + num_others
         reading = self._first_waiting() if row is None else table.requests[row]
-        return self.pacing.most_prompt_tokens(budget, num_others, num_kv_tokens, reading, depth, now)
+        return self._pacing.most_prompt_tokens(budget, num_others, num_kv_tokens, reading, depth, now)
 
     def _read_on(self, row: int, scheduled_R: np.ndarray, budget: int, may_admit: bool) -> int:
         """Cuts the row in the middle of its prompt down to the budget and to the free pages.
@@ -246,14 +248,14 @@ class StepPlanner:
         waiting request of lower priority number takes its place, where the cache keeps what has been computed.
         Returns what is left of the budget.
         """
-        table = self.table
+        table = self._table
         if budget and may_admit and self._policy.preempts and self._is_better_read_instead(row):
             self.preempt(table.requests[row], scheduled_R)
             return budget
         num_computed = table.num_computed_tokens.item(row)
-        num_fitting = table.num_slots.item(row) + self.pages.num_growths * self.config.page_size - num_computed
+        num_fitting = table.num_slots.item(row) + self._pages.num_growths * self._config.page_size - num_computed
         num_tokens = min(int(scheduled_R[row]), budget, num_fitting)
-        self.pages.grow(row, num_computed + num_tokens)
+        self._pages.grow(row, num_computed + num_tokens)
         if num_tokens == scheduled_R[row]:
             self._prompt_row = None
         scheduled_R[row] = num_tokens
@@ -264,18 +266,18 @@ class StepPlanner:
     def _is_better_read_instead(self, row: int) -> bool:
         """Whether the first waiting request outranks the one amid its prompt, would have pages in its place or could
         set out for its own, and would not waste what has been computed for it."""
-        pages, request, first = self.pages, self.table.requests[row], self._first_waiting()
+        pages, request, first = self._pages, self._table.requests[row], self._first_waiting()
         if first is None or first.priority >= request.priority or first.num_awaited_plans:
             return False
         if not pages.cache.serves(request):
             return False
         pages.begin_admissions(None)  # without what this row is going to compute
         shared_pages = pages.match(first)
-        prefix = None if shared_pages is None else self.returns.wanted(first, shared_pages)
-        if shared_pages is None or (prefix is not None and not self.returns.may_set_out(prefix)):
+        prefix = None if shared_pages is None else self._returns.wanted(first, shared_pages)
+        if shared_pages is None or (prefix is not None and not self._returns.may_set_out(prefix)):
             return False
         num_spare = pages.num_free_pages + pages.num_freed_by([row], shared_pages)
-        num_spare -= self._num_reserved_pages - self.config.num_groups
+        num_spare -= self._num_reserved_pages - self._config.num_groups
         return pages.num_missing(first, shared_pages) <= num_spare
 
     def _admit(self, scheduled_R: np.ndarray, budget: int, reading_row: int | None) -> int:
@@ -287,21 +289,21 @@ class StepPlanner:
         """
         deferred: list[Request] = []
         has_begun, may_set_out = False, True
-        while budget > 0 and (self.table.num_free_rows or self._may_take_a_row()):
+        while budget > 0 and (self._table.num_free_rows or self._may_take_a_row()):
             request = self._first_waiting()
-            if request is None or not (self.table.num_free_rows or self._outranks_some(request)):
+            if request is None or not (self._table.num_free_rows or self._outranks_some(request)):
                 break
             if not has_begun:
-                self.pages.begin_admissions(reading_row)
+                self._pages.begin_admissions(reading_row)
                 has_begun = True
-            if self.config.prefix_window > 1:
+            if self._config.prefix_window > 1:
                 request = self._longest_match(request)
             if request.num_awaited_plans:
                 break
-            shared_pages = self.pages.match(request)
-            prefix = None if shared_pages is None else self.returns.wanted(request, shared_pages)
+            shared_pages = self._pages.match(request)
+            prefix = None if shared_pages is None else self._returns.wanted(request, shared_pages)
             if prefix is not None:  # Once one may not, nobody passes it: else it might wait for ever.
-                may_set_out = may_set_out and self.returns.may_set_out(prefix)
+                may_set_out = may_set_out and self._returns.may_set_out(prefix)
             if shared_pages is None or (prefix is not None and not may_set_out):
                 if len(deferred) == _MAX_DEFERRED:
                     break
@@ -313,33 +315,33 @@ class StepPlanner:
             if prefix is None:
                 budget -= self._start(request, shared_pages, scheduled_R, budget)
             else:
-                self.returns.begin(request, prefix, shared_pages)
+                self._returns.begin(request, prefix, shared_pages)
         for request in deferred:
             self._waiting.push(request)
         return budget
 
     def _prefetch(self, reading_row: int | None) -> None:
         """Lets pages of the next requests set out, beyond what the running rows need."""
-        if self.returns.is_prefetch_due(self._first_waiting(), self.table.step_number):
-            self.pages.begin_admissions(reading_row)
-            num_row_pages = self.num_running * self.config.num_groups
+        if self._returns.is_prefetch_due(self._first_waiting(), self._table.step_number):
+            self._pages.begin_admissions(reading_row)
+            num_row_pages = self.num_running * self._config.num_groups
             if self._prompt_row is not None:
-                num_row_pages += self.pages.num_lacking(self._prompt_row)
-            self.returns.prefetch(num_row_pages, self._first_waiting)
+                num_row_pages += self._pages.num_lacking(self._prompt_row)
+            self._returns.prefetch(num_row_pages, self._first_waiting)
 
     def _start(self, request: Request, shared_pages: list[int], scheduled_R: np.ndarray, budget: int) -> int:
         """Gives the request a row, pages, and what it may compute in this step. Returns how much that is."""
-        if self.config.prefix_window > 1:
+        if self._config.prefix_window > 1:
             self._waiting.note_overtaking(request)
-        if len(self.pages.tiers):
-            self.returns.note_start(request, shared_pages)
+        if len(self._pages.host_slots):
+            self._returns.note_start(request, shared_pages)
         self._waiting.remove(request)
         self._started.append(request)
-        num_computed = len(shared_pages) // self.config.num_groups * self.config.page_size
+        num_computed = len(shared_pages) // self._config.num_groups * self._config.page_size
         num_wanted = request.num_tokens - num_computed
         num_tokens = min(num_wanted, budget)
-        row = self.table.admit(request, self._tenants.start(request))
-        self.pages.admit(row, request, shared_pages, num_computed + num_tokens)
+        row = self._table.admit(request, self._tenants.start(request))
+        self._pages.admit(row, request, shared_pages, num_computed + num_tokens)
         if request.num_given_up_tokens:
             self.num_recomputed_tokens += max(0, request.num_given_up_tokens - num_computed)
             request.num_given_up_tokens = 0
@@ -352,7 +354,7 @@ class StepPlanner:
 
     def _commit(self, scheduled_R: np.ndarray, is_mixed: bool, now: float) -> StepPlan | None:
         """Makes the plan, and advances the table as if the step had run."""
-        table, num_draft_S = self.table, None
+        table, num_draft_S = self._table, None
         if is_mixed:
             decode_rows, other_rows = (scheduled_R == 1).nonzero()[0], (scheduled_R > 1).nonzero()[0]
             rows, num_decodes = np.concatenate((decode_rows, other_rows)), len(decode_rows)
@@ -392,18 +394,18 @@ class StepPlanner:
             started=self._started,
             time=now,
         )
-        self.in_flight.push(plan)
+        self._in_flight.push(plan)
         self._last_plan = plan
         self._steps_by_size[(num_tokens - 1).bit_length()] += 1
         if is_mixed:
-            self._mixed_steps += StepTokens.of(plan, self.config.max_num_batched_tokens)
+            self._mixed_steps += StepTokens.of(plan, self._config.max_num_batched_tokens)
         else:
             self._num_other_tokens += num_tokens
         return plan
 
     def _note_stall(self, plan: StepPlan | None, now: float) -> None:
         """Counts the time in which the device has nothing to do because pages are on their way from the host."""
-        is_stalled = plan is None and len(self.pages.loads) > 0 and not self.in_flight
+        is_stalled = plan is None and len(self._pages.loads) > 0 and not self._in_flight
         if self._stalled_since is not None:
             self.stall_s += now - self._stalled_since
         elif is_stalled:
@@ -417,25 +419,25 @@ class StepPlanner:
     def _longest_match(self, first: Request) -> Request:
         """The one that shall start instead of `first`, among its equals: that with most in the prefix cache. Who has
         been overtaken often enough lets nobody pass."""
-        window = self.config.prefix_window
+        window = self._config.prefix_window
         equals = self._waiting.equals_of(first, window)
         last = next((index for index, other in enumerate(equals) if other.num_times_overtaken >= window), window)
-        return max(equals[: last + 1], key=lambda request: len(self.pages.cache.match(request)))
+        return max(equals[: last + 1], key=lambda request: len(self._pages.cache.match(request)))
 
     def _may_take_a_row(self) -> bool:
         """Whether to look for a waiting request that takes the row of a running one."""
-        return self._policy.preempts and self._waiting.has_below(int(self.table.priority.max()))
+        return self._policy.preempts and self._waiting.has_below(int(self._table.priority.max()))
 
     def _outranks_some(self, request: Request) -> bool:
         """Whether a running request may have to make room for this one."""
-        return self._policy.preempts and request.priority < int(self.table.priority.max())
+        return self._policy.preempts and request.priority < int(self._table.priority.max())
 
     def _make_room(self, request: Request, shared_pages: list[int], scheduled_R: np.ndarray) -> bool:
         """Whether there are a row and pages for the request, if need be after preempting those that it outranks.
 
         Reserved pages do not count as free: else a prompt would often be read only to be preempted.
         """
-        pages, table, num_groups = self.pages, self.table, self.config.num_groups
+        pages, table, num_groups = self._pages, self._table, self._config.num_groups
         num_free_rows = table.num_free_rows
         num_reserved = (table.num_rows - num_free_rows) * num_groups + pages.loads.num_reserved_pages
         num_spare = pages.pool.num_free_pages - num_reserved

@@ -170,13 +170,13 @@ def test_a_window_whose_pages_were_evicted_is_computed_again(make_loop, expect_a
     first, second = (Request(name, PROMPT, max_tokens=1) for name in ("first", "second"))
     loop.add(first)
     loop.run()
-    cache = loop.scheduler._planner.pages.cache
+    cache = loop.scheduler._pages.cache
     pages = [cache._page_of[key + cache._tags[1]] for key in cache.keys(first)]
-    loop.scheduler._planner.pages.pool.forget_cached(pages[6:7])  # of ten; prefixes of up to 6 or from 9 do not need it
+    loop.scheduler._pages.pool.forget_cached(pages[6:7])  # of ten; prefixes of up to 6 or from 9 do not need it
     loop.add(second)
     loop.run()
     assert hit_tokens(loop) == 40
-    loop.scheduler._planner.pages.pool.forget_cached(pages[9:10])
+    loop.scheduler._pages.pool.forget_cached(pages[9:10])
     third = Request("third", PROMPT, max_tokens=1)
     loop.add(third)
     loop.run()
@@ -188,9 +188,9 @@ def test_pages_are_given_up_from_the_ends_of_all_groups_first(make_loop):
     loop = make_loop(windows=(None, 100), num_pages=65)
     loop.add(Request("a", PROMPT[:17], max_tokens=1))
     loop.run()
-    planner = loop.scheduler._planner
-    cached = list(planner.pages.pool._cached)
-    keys = [planner.pages.cache._key_of[page][:32] for page in cached]
+    pages = loop.scheduler._pages
+    cached = list(pages.pool._cached)
+    keys = [pages.cache._key_of[page][:32] for page in cached]
     assert keys == [key for key in reversed(list(dict.fromkeys(reversed(keys)))) for _ in range(2)]
     assert len(keys) == 8
 
@@ -263,7 +263,7 @@ def test_admission_counts_shared_pages_that_nobody_owns_and_never_more_than_the_
     loop = make_loop(windows=(None, 9), max_num_batched_tokens=8)
     loop.add(Request("first", PROMPT, max_tokens=1))
     loop.run()
-    pages = loop.scheduler._planner.pages
+    pages = loop.scheduler._pages
     for num_tokens, expected in ((46, 2 + 2 + 10 + 2), (62, 16 + 5)):
         request = Request("second", [*PROMPT, *range(num_tokens - 42)], max_tokens=1)
         shared_pages = pages.match(request)
@@ -305,7 +305,7 @@ def test_a_failed_request_leaves_nothing_to_be_found_in_any_group(make_loop):
     loop.add(Request("a", PROMPT, max_tokens=40))
     for _ in range(4):
         loop.step()
-    cache, first = loop.scheduler._planner.pages.cache, loop.scheduler._requests["a"]
+    cache, first = loop.scheduler._pages.cache, loop.scheduler._requests["a"]
     keys = cache.own_keys(cache.keys(first))
     assert sum(cache.page_of(key) is not None for key in keys) > 10
     loop.scheduler.finish_request("a", RequestStatus.FINISHED_ERROR)

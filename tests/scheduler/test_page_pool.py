@@ -2,14 +2,14 @@
 
 import pytest
 
+from jaxllm.scheduler.host_tier.host_slots import HostSlots
 from jaxllm.scheduler.page_pool import PagePool
-from jaxllm.scheduler.page_tiers import PageTiers
 from jaxllm.scheduler.prefix_cache import PrefixCache
 
 
 def make_pool(num_pages):
     cache = PrefixCache(page_size=4)
-    return PagePool(num_pages, cache, PageTiers(0, 1)), cache
+    return PagePool(num_pages, cache, HostSlots(0, 1)), cache
 
 
 def know(cache, pages):

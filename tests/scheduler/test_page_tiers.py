@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxllm.scheduler import Request, RequestStatus, SchedulerConfig, SchedulerConfigError
-from jaxllm.scheduler.page_tiers import PageTiers
+from jaxllm.scheduler.host_tier.host_slots import HostSlots
 
 PROMPT = [index * 7 % 61 for index in range(22)]  # five pages of 4 tokens, and two more
 LONG = [index * 11 % 61 for index in range(80)]  # its 20 pages and those of its output leave room for nothing else
@@ -135,7 +135,7 @@ def test_a_page_whose_copy_failed_is_recomputed_and_never_cached(make_tiered, ex
     stats = loop.scheduler.stats()
     assert stats.num_failed_pages >= 5
     assert stats.num_loaded_pages == stats.num_prefix_hit_tokens == 0
-    tiers = loop.scheduler._planner.pages.tiers
+    tiers = loop.scheduler._pages.host_slots
     assert not any(key in tiers for key in first.page_keys)
 
 
@@ -241,7 +241,7 @@ def test_those_who_wait_for_a_row_are_looked_at_now_and_then(make_tiered, monkey
     evict(loop)
     loop.add(Request("running", [3] * 5, max_tokens=60), *(Request(f"r{index}", LONG, max_tokens=1) for index in "abc"))
     loop.step()
-    cache, looks = loop.scheduler._planner.pages.cache, []
+    cache, looks = loop.scheduler._pages.cache, []
     longest_prefix = cache.longest_prefix
     monkeypatch.setattr(cache, "longest_prefix", lambda *args: looks.append(1) or longest_prefix(*args))
     for _ in range(32):
@@ -275,14 +275,14 @@ def test_nobody_finds_what_a_failed_step_may_have_spoilt(make_tiered):
     loop.step()
     while failed.num_tokens < 30:
         loop.step()
-    pages = loop.scheduler._planner.pages
+    pages = loop.scheduler._pages
     pages.cache.keys(failed)
     for page, key in enumerate(failed.page_keys, 1):
-        pages.tiers.save(key, page)
-    assert all(key in pages.tiers for key in failed.page_keys)
+        pages.host_slots.save(key, page)
+    assert all(key in pages.host_slots for key in failed.page_keys)
     assert len(failed.page_keys) > 5
     loop.scheduler.finish_request("failed", RequestStatus.FINISHED_ERROR)
-    assert not any(key in pages.tiers for key in failed.page_keys)
+    assert not any(key in pages.host_slots for key in failed.page_keys)
 
 
 def test_slow_copies_give_way_to_computing(make_tiered, expect_alone):
@@ -300,7 +300,7 @@ def test_slow_copies_give_way_to_computing(make_tiered, expect_alone):
     loop.add(again)
     until(loop, again, LOADING)
     for _ in range(2):  # a page takes a second to come
-        loop.scheduler._planner.pages.loads.take_in(0, 1, 1.0)
+        loop.scheduler._pages.loads.take_in(0, 1, 1.0)
     loop.scheduler.load_failed(0)
     run(loop, Request("first again", PROMPT, max_tokens=1))
     num_loaded = loop.scheduler.stats().num_loaded_pages
@@ -320,7 +320,7 @@ def test_the_time_of_a_copy_is_learned_from_those_that_came(make_tiered):
     evict(loop)
     loop.add(Request("again", PROMPT, max_tokens=1))
     loop.schedule()
-    loads = loop.scheduler._planner.pages.loads
+    loads = loop.scheduler._pages.loads
     assert loads.expected_seconds(10) is None
     for seconds, expected in ((1.0, 10.0), (3.0, 16.0), (3.0, 20.2)):
         loads.take_in(0, 1, seconds)
@@ -346,10 +346,10 @@ def test_what_was_once_slow_is_tried_again_after_a_while(make_tiered):
         run_in_time(f"r{number}", [number] * (3 + 5 * number))
     run_in_time("first", PROMPT)
     run_in_time("long", LONG, 15)
-    planner = loop.scheduler._planner
-    planner.pages.loads._seconds_per_page = 1.2 * planner.pacing.seconds_to_compute(4)
+    scheduler = loop.scheduler
+    scheduler._pages.loads._seconds_per_page = 1.2 * scheduler._pacing.seconds_to_compute(4)
     for number in range(1, 9):
-        planner.pages.pool.forget_cached()
+        scheduler._pages.pool.forget_cached()
         if run_in_time(f"again {number}", PROMPT):
             break
     assert 3 <= number < 8
@@ -495,7 +495,7 @@ def test_pages_come_back_once_for_a_start(make_tiered, expect_alone):
     while not running.status.is_finished:  # and takes all pages
         loop.step()
         assert later.status is RequestStatus.WAITING
-    loop.scheduler._planner.pages.pool.forget_cached()
+    loop.scheduler._pages.pool.forget_cached()
     loop.schedule()
     assert later.row is not None
     assert not later.has_pages_back, "may not wait for them after a preemption"
@@ -565,7 +565,7 @@ class TestPageTiers:
         return tiers.slots_of(key for key in self.KEYS[:4] if key in tiers)
 
     def filled(self, num_slots=4):
-        tiers = PageTiers(num_slots, max_saving_pages=100)
+        tiers = HostSlots(num_slots, max_saving_pages=100)
         for page, key in enumerate(reversed(self.KEYS[:num_slots])):  # as the pool gives them up: tails before heads
             tiers.save(key, page)
         tiers.end_save([slot for _, slot in tiers.take_saves()], is_sound=True)
@@ -602,7 +602,7 @@ class TestPageTiers:
         tiers.check_integrity()
 
     def test_a_page_whose_save_and_load_failed_is_counted_once(self):
-        tiers = PageTiers(4, max_saving_pages=100)
+        tiers = HostSlots(4, max_saving_pages=100)
         tiers.save(self.KEYS[0], 1)
         slots = tiers.slots_of(self.KEYS[:1])
         tiers.begin_load(slots)

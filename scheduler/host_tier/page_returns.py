@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 
 from jaxllm.scheduler.config import SchedulerConfig
+from jaxllm.scheduler.host_tier.page_loads import HostPrefix
 from jaxllm.scheduler.kv_pages import KVPages
 from jaxllm.scheduler.pacing import Pacing
-from jaxllm.scheduler.page_loads import HostPrefix
 from jaxllm.scheduler.request import Request, RequestStatus
 from jaxllm.scheduler.waiting_queue import WaitingQueue
 

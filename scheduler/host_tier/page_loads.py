@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
+from jaxllm.scheduler.host_tier.host_slots import HostSlots
 from jaxllm.scheduler.page_pool import PagePool
-from jaxllm.scheduler.page_tiers import PageTiers
 from jaxllm.scheduler.prefix_cache import PrefixCache
 from jaxllm.scheduler.request import Request
 
@@ -53,10 +53,10 @@ class PageLoads:
     num_reserved_pages: free ones that the requests are going to need when theirs have come.
     """
 
-    def __init__(self, pool: PagePool, cache: PrefixCache, tiers: PageTiers) -> None:
+    def __init__(self, pool: PagePool, cache: PrefixCache, host_slots: HostSlots) -> None:
         self._pool = pool
         self._cache = cache
-        self._tiers = tiers
+        self._host_slots = host_slots
         self._by_ticket: dict[int, PageLoad] = {}
         self._ticket_of: dict[Request, int] = {}
         self._tickets = count()
@@ -92,7 +92,7 @@ class PageLoads:
     def begin(self, request: Request, prefix: HostPrefix, num_rest_pages: int) -> None:
         """Begins to bring what lies on the host."""
         self._pool.share(prefix.found_pages)
-        self._tiers.begin_load(prefix.slots)
+        self._host_slots.begin_load(prefix.slots)
         self.num_reserved_pages += num_rest_pages
         load = PageLoad(next(self._tickets), request, prefix, self._pool.allocate(len(prefix.slots)), num_rest_pages)
         self._by_ticket[load.ticket] = load
@@ -140,8 +140,8 @@ class PageLoads:
         load = self._by_ticket.pop(self._ticket_of.pop(request))
         self.num_reserved_pages -= load.num_rest_pages
         slots, num_written = load.prefix.slots, load.num_written_pages
-        self._tiers.end_load(slots[:num_written], is_sound=True)
-        self._tiers.end_load(slots[num_written:], is_sound=is_sound)
+        self._host_slots.end_load(slots[:num_written], is_sound=True)
+        self._host_slots.end_load(slots[num_written:], is_sound=is_sound)
         self._pool.free([*load.prefix.found_pages, *load.pages])
 
     def expected_seconds(self, num_pages: int) -> float | None:

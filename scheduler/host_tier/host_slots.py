@@ -4,7 +4,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 
-class PageTiers:
+class HostSlots:
     """Keeps pages that the pool hands out again, in slots 0 to num_slots - 1 of the host's memory.
 
     A page is found by its key, as in the prefix cache. The slot whose page was kept or wanted longest ago is given up
