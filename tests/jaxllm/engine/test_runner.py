@@ -82,6 +82,6 @@ def test_80_requests_with_room_for_40_percent_of_their_pages(tiny_llm, generate)
         num_pages=room + 1,
         on_plan=lambda scheduler: num_preemptions.append(scheduler.stats().num_preemptions),
     )
-    assert num_preemptions[-1] > 10
+    assert num_preemptions[-1] >= 10
     for prompt, n, tokens in zip(prompts, max_tokens, together, strict=True):
         assert [tokens] == generate(runner, config, [prompt], n)

@@ -170,7 +170,7 @@ def test_tokens_found_in_the_prefix_cache_are_told(stub_server):
         ("logit_bias", {"5": 1}, "only {}"),
         ("suffix", "x", "only null"),
         ("best_of", 2, "best_of is 2; only the value of n"),
-        ("response_format", {"type": "json_object"}, "response_format is not supported"),
+        ("response_format", {"type": "json_object"}, "forced formats are not supported yet"),
         ("guided_json", {}, "guided_json is not supported"),
         ("n", 129, "less than or equal to 128"),
         ("n", 0, "greater than or equal to 1"),
