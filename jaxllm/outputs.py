@@ -1,5 +1,6 @@
 """What a request gives back: whole (`RequestOutput`, under vLLM's names) or piece by piece (`OutputDelta`)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -45,6 +46,20 @@ class CompletionOutput:
     error: str | None = None
     """What went wrong, with the finish_reason "error"."""
 
+    @classmethod
+    def of(cls, deltas: "Sequence[OutputDelta]") -> "CompletionOutput":
+        """What the deltas of one continuation, in order and at least one, are together."""
+        whole = OutputDelta.joined(deltas)
+        return cls(
+            index=whole.index,
+            text=whole.text,
+            token_ids=whole.token_ids,
+            finish_reason=whole.finish_reason,
+            stop_reason=whole.stop_reason,
+            logprobs=whole.logprobs,
+            error=whole.error,
+        )
+
 
 @dataclass(slots=True)
 class RequestMetrics:
@@ -71,6 +86,22 @@ class RequestMetrics:
         if self.first_token_time is None or self.finished_time is None or self.num_output_tokens < 2:
             return None
         return (self.finished_time - self.first_token_time) / (self.num_output_tokens - 1)
+
+    @classmethod
+    def joint(cls, metrics: "Sequence[RequestMetrics]") -> "RequestMetrics":
+        """Of several continuations: when the first began, when the last ended, and the tokens of all."""
+        if len(metrics) == 1:
+            return metrics[0]
+        first_scheduled = [m.first_scheduled_time for m in metrics if m.first_scheduled_time is not None]
+        first_token = [m.first_token_time for m in metrics if m.first_token_time is not None]
+        return cls(
+            arrival_time=metrics[0].arrival_time,
+            first_scheduled_time=min(first_scheduled, default=None),
+            first_token_time=min(first_token, default=None),
+            finished_time=max(m.finished_time or 0.0 for m in metrics),
+            num_output_tokens=sum(m.num_output_tokens for m in metrics),
+            num_cached_tokens=metrics[0].num_cached_tokens,
+        )
 
 
 @dataclass(slots=True)
@@ -103,6 +134,25 @@ class OutputDelta:
 
     error: str | None = None
     """What went wrong, with the finish_reason "error"."""
+
+    @classmethod
+    def joined(cls, deltas: "Sequence[OutputDelta]") -> "OutputDelta":
+        """One for several of a continuation, in order and at least one."""
+        if len(deltas) == 1:
+            return deltas[0]
+        last, logprobs = deltas[-1], None
+        if any(delta.logprobs is not None for delta in deltas):
+            logprobs = [token for delta in deltas for token in delta.logprobs or ()]
+        return cls(
+            index=last.index,
+            text="".join(delta.text for delta in deltas),
+            token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
+            logprobs=logprobs,
+            finish_reason=last.finish_reason,
+            stop_reason=last.stop_reason,
+            metrics=last.metrics,
+            error=last.error,
+        )
 
 
 @dataclass(slots=True)

@@ -48,13 +48,14 @@ class _Answer:
         self.on_text = on_text
 
     def output(self) -> RequestOutput:
+        last = [deltas[-1] for deltas in self.deltas]
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            outputs=[_completion(index, deltas) for index, deltas in enumerate(self.deltas)],
+            outputs=[CompletionOutput.of(deltas) for deltas in self.deltas],
             finished=True,
-            metrics=_joint_metrics([delta.metrics for deltas in self.deltas if (delta := deltas[-1]).metrics]),
+            metrics=RequestMetrics.joint([delta.metrics for delta in last if delta.metrics is not None]),
         )
 
 
@@ -198,35 +199,3 @@ class Engine:
     def _take_finished(self) -> list[RequestOutput]:
         finished, self._finished = self._finished, []
         return finished
-
-
-def _completion(index: int, deltas: Sequence[OutputDelta]) -> CompletionOutput:
-    """All deltas of a continuation as one output."""
-    last, logprobs = deltas[-1], None
-    if last.logprobs is not None or any(delta.logprobs for delta in deltas):
-        logprobs = [token for delta in deltas for token in delta.logprobs or ()]
-    return CompletionOutput(
-        index=index,
-        text="".join(delta.text for delta in deltas),
-        token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-        logprobs=logprobs,
-        error=last.error,
-    )
-
-
-def _joint_metrics(metrics: Sequence[RequestMetrics]) -> RequestMetrics:
-    """Of several continuations: when the first began, when the last ended, and how many tokens they have."""
-    if len(metrics) == 1:
-        return metrics[0]
-    first_scheduled = [m.first_scheduled_time for m in metrics if m.first_scheduled_time is not None]
-    first_token = [m.first_token_time for m in metrics if m.first_token_time is not None]
-    return RequestMetrics(
-        arrival_time=metrics[0].arrival_time,
-        first_scheduled_time=min(first_scheduled, default=None),
-        first_token_time=min(first_token, default=None),
-        finished_time=max(m.finished_time or 0.0 for m in metrics),
-        num_output_tokens=sum(m.num_output_tokens for m in metrics),
-        num_cached_tokens=metrics[0].num_cached_tokens,
-    )

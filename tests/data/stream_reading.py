@@ -3,7 +3,6 @@
 from collections import defaultdict
 
 from jaxllm import OutputDelta, OutputStream
-from jaxllm.engine.text.output_stream import _merged
 
 
 async def collect(stream: OutputStream) -> list[OutputDelta]:
@@ -11,4 +10,4 @@ async def collect(stream: OutputStream) -> list[OutputDelta]:
     deltas = defaultdict(list)
     async for delta in stream:
         deltas[delta.index].append(delta)
-    return [_merged(deltas[index]) for index in sorted(deltas)]
+    return [OutputDelta.joined(deltas[index]) for index in sorted(deltas)]

@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from jaxllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from jaxllm.outputs import CompletionOutput, OutputDelta, RequestMetrics, RequestOutput, TokenLogprobs
 
 
 def names(cls):
@@ -68,3 +68,23 @@ def test_repr_shows_the_text_and_spares_the_prompt_tokens():
         "token_ids=[995], finish_reason=None, stop_reason=None, logprobs=None, error=None)], finished=False, "
         "metrics=None)"
     )
+
+
+@pytest.mark.parametrize("wants_logprobs", [True, False])
+def test_joined_deltas_are_the_same_wherever_some_were_joined_before(wants_logprobs):
+    def delta(text, *token_ids, **end):
+        logprobs = [TokenLogprobs(token_id, -1.0, []) for token_id in token_ids]
+        return OutputDelta(1, text, [*token_ids], logprobs if token_ids and wants_logprobs else None, **end)
+
+    metrics = RequestMetrics(arrival_time=1.0)
+    deltas = [
+        delta("a", 5),
+        delta("", 6, 7),
+        delta("bc"),
+        delta("", finish_reason="stop", stop_reason=7, metrics=metrics),
+    ]
+    whole = OutputDelta.joined(deltas)
+    assert whole == delta("abc", 5, 6, 7, finish_reason="stop", stop_reason=7, metrics=metrics)
+    for cut in range(1, 4):
+        assert OutputDelta.joined([OutputDelta.joined(deltas[:cut]), OutputDelta.joined(deltas[cut:])]) == whole
+    assert CompletionOutput.of(deltas) == CompletionOutput(1, "abc", [5, 6, 7], "stop", 7, whole.logprobs)

@@ -45,7 +45,7 @@ class OutputStream:
         """What is new of one continuation, until there is nothing (None)."""
         if not self._pending:
             return None
-        return _merged(self._pending.pop(next(iter(self._pending))))
+        return OutputDelta.joined(self._pending.pop(next(iter(self._pending))))
 
     def __aiter__(self) -> "OutputStream":
         return self
@@ -79,7 +79,7 @@ class OutputStream:
         deltas = self._pending.setdefault(delta.index, [])
         deltas.append(delta)
         if len(deltas) > _MAX_DELTAS:
-            deltas[:] = [_merged(deltas)]
+            deltas[:] = [OutputDelta.joined(deltas)]
         self._num_unfinished -= delta.finish_reason is not None
         self.on_news()
 
@@ -103,22 +103,3 @@ class OutputStream:
 
 def _nobody() -> None:
     """Nobody waits for news."""
-
-
-def _merged(deltas: list[OutputDelta]) -> OutputDelta:
-    """One delta for several of a continuation, in order."""
-    if len(deltas) == 1:
-        return deltas[0]
-    last, logprobs = deltas[-1], None
-    if any(delta.logprobs is not None for delta in deltas):
-        logprobs = [token for delta in deltas for token in delta.logprobs or ()]
-    return OutputDelta(
-        index=last.index,
-        text="".join(delta.text for delta in deltas),
-        token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
-        logprobs=logprobs,
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-        metrics=last.metrics,
-        error=last.error,
-    )

@@ -3,10 +3,9 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Protocol
 
-from jaxllm import OutputDelta, TokenLogprobs
+from jaxllm import CompletionOutput, OutputDelta
 
 
 class DeltaSource(Protocol):
@@ -48,31 +47,10 @@ async def deltas(source: DeltaSource) -> AsyncGenerator[OutputDelta, None]:
         source.close()
 
 
-@dataclass(slots=True)
-class Choice:
-    """One whole continuation of a prompt."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None
-    finish_reason: str
-    stop_reason: int | str | None
-
-
-async def gather(source: DeltaSource) -> list[Choice]:
+async def gather(source: DeltaSource) -> list[CompletionOutput]:
     """All choices, when the last is complete. Raises what `Generation.take` does."""
-    texts: list[list[str]] = [[] for _ in range(source.num_choices)]
-    choices = [Choice(index, "", [], None, "", None) for index in range(source.num_choices)]
+    of_choices: list[list[OutputDelta]] = [[] for _ in range(source.num_choices)]
     async with aclosing(deltas(source)) as new:
         async for delta in new:
-            choice = choices[delta.index]
-            texts[delta.index].append(delta.text)
-            choice.token_ids += delta.token_ids
-            if delta.logprobs is not None:
-                choice.logprobs = (choice.logprobs or []) + delta.logprobs
-            if delta.finish_reason is not None:
-                choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
-    for choice, pieces in zip(choices, texts, strict=True):
-        choice.text = "".join(pieces)
-    return choices
+            of_choices[delta.index].append(delta)
+    return [CompletionOutput.of(its_deltas) for its_deltas in of_choices]
