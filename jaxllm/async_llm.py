@@ -178,15 +178,9 @@ class AsyncLLM:
         )
         handles = [next(self._handles) for _ in range(params.n)]
         stream = OutputStream(request_id, handles, self._leave)
-        for index, handle in enumerate(handles):
-            self._outputs.add(
-                handle,
-                weakref.ref(stream),
-                prompt_token_ids=prompt_token_ids,
-                params=params,
-                arrival_time=now,
-                index=index,
-            )
+        self._outputs.add(
+            handles, weakref.ref(stream), prompt_token_ids=prompt_token_ids, params=params, arrival_time=now
+        )
         try:
             await self._client.submit(handles, params.seeds(), request)
         except BaseException:

@@ -1,5 +1,7 @@
 """What runs in a core process."""
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal, Protocol
 
 from jaxllm.engine.core_output import CoreOutput
@@ -53,3 +55,25 @@ class Core(Protocol):
         ...
 
     def shutdown(self) -> None: ...
+
+
+def add_choices(
+    core: Core, request: CoreRequest, seeds: Sequence[int | None], *, key_of: Callable[[str], str] = str
+) -> list[str]:
+    """Queues a request once for each seed, which takes the place of its own: all of them, or none.
+
+    key_of: what the core is to call the request of this name; as it is, if left out.
+
+    Returns what the core calls them. Raises what `Core.add_request` does.
+    """
+    keys: list[str] = []
+    try:
+        for index, seed in enumerate(seeds):
+            key = key_of(request.request_id if len(seeds) == 1 else f"{request.request_id}#{index}")
+            core.add_request(replace(request, request_id=key, seed=seed))
+            keys.append(key)
+    except Exception:
+        for key in keys:
+            core.end_request(key, "abort")
+        raise
+    return keys

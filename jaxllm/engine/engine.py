@@ -3,10 +3,11 @@
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from jaxllm.config import EngineConfig, ResolvedConfig
+from jaxllm.engine.core import add_choices
 from jaxllm.engine.core_output import CoreOutput
 from jaxllm.engine.core_request import CoreRequest
 from jaxllm.engine.engine_core import EngineCore
@@ -138,21 +139,10 @@ class Engine:
             timeout_s=timeout_s,
             queue_timeout_s=queue_timeout_s,
         )
-        keys: list[str] = []
-        try:
-            for index, seed in enumerate(params.seeds()):
-                key = request_id if params.n == 1 else f"{request_id}#{index}"
-                self.core.add_request(replace(request, request_id=key, seed=seed))
-                keys.append(key)
-        except Exception:
-            for key in keys:
-                self.core.end_request(key, "abort")
-            raise
+        self._keys[request_id] = keys = add_choices(self.core, request, params.seeds())
         token_ids = request.prompt_token_ids
         answer = _Answer(request_id, prompt, token_ids, on_text, [[] for _ in keys], num_unfinished=len(keys))
-        self._keys[request_id] = keys
-        for index, key in enumerate(keys):
-            self._outputs.add(key, answer, prompt_token_ids=token_ids, params=params, arrival_time=now, index=index)
+        self._outputs.add(keys, answer, prompt_token_ids=token_ids, params=params, arrival_time=now)
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """Ends a request in any state. Returns what it has so far; None if no unfinished one has this id."""

@@ -6,11 +6,11 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 
-from jaxllm.engine.core import Core
+from jaxllm.engine.core import Core, add_choices
 from jaxllm.engine.core_output import CoreOutput, Key
 from jaxllm.engine.process.frame_socket import FrameSocket
 from jaxllm.engine.process.messages import (
@@ -274,22 +274,16 @@ class CoreServer:
                 self._send(client, self._answer_to(message))
 
     def _submit(self, client: _Client, message: Submit) -> None:
-        request, name = message.request, message.request.request_id
-        first_handle, keys = message.handles[0], list[str]()
+        first_handle = message.handles[0]
         try:
-            for index, (handle, seed) in enumerate(zip(message.handles, message.seeds, strict=True)):
-                key = self._free_key(name if len(message.handles) == 1 else f"{name}#{index}")
-                self._core.add_request(replace(request, request_id=key, seed=seed))
-                keys.append(key)
-                self._owners[key] = _Owner(client, handle, name)
-                client.keys[handle] = key
+            keys = add_choices(self._core, message.request, message.seeds, key_of=self._free_key)
         except Exception as error:
-            for key in keys:
-                self._forget_request(key)
-                self._core.end_request(key, "abort")
             self._send(client, _refusal(first_handle, error))
-        else:
-            self._send(client, Taken(first_handle))
+            return
+        for handle, key in zip(message.handles, keys, strict=True):
+            self._owners[key] = _Owner(client, handle, message.request.request_id)
+            client.keys[handle] = key
+        self._send(client, Taken(first_handle))
 
     def _free_key(self, name: str) -> str:
         """`name`, or with a number behind it if another client calls its request the same."""

@@ -114,26 +114,27 @@ class OutputProcessor[Sink]:
 
     def add(
         self,
-        key: Key,
+        keys: Sequence[Key],
         sink: Sink,
         *,
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         arrival_time: float,
-        index: int = 0,
     ) -> None:
-        self._records[key] = _Record(
-            sink,
-            index,
-            params,
-            RequestMetrics(arrival_time=arrival_time),
-            Detokenizer(
-                self.tokenizer, prompt_token_ids=prompt_token_ids, skip_special_tokens=params.skip_special_tokens
-            ),
-            StopStrings(params.stop, include_stop_str_in_output=params.include_stop_str_in_output)
-            if params.stop
-            else None,
-        )
+        """A request; `keys` are those of its continuations, in order."""
+        for index, key in enumerate(keys):
+            self._records[key] = _Record(
+                sink,
+                index,
+                params,
+                RequestMetrics(arrival_time=arrival_time),
+                Detokenizer(
+                    self.tokenizer, prompt_token_ids=prompt_token_ids, skip_special_tokens=params.skip_special_tokens
+                ),
+                StopStrings(params.stop, include_stop_str_in_output=params.include_stop_str_in_output)
+                if params.stop
+                else None,
+            )
 
     @property
     def keys(self) -> list[Key]:

@@ -30,7 +30,7 @@ class Script:
         params = SamplingParams(temperature=0, **{"max_tokens": len(ids), **options})
         self.tokens[name], self.deltas[name] = list(ids), []
         self.stops[name] = {EOS, *params.stop_token_ids}
-        self.outputs.add(name, name, prompt_token_ids=self.tokenizer.encode(prompt), params=params, arrival_time=0.0)
+        self.outputs.add([name], name, prompt_token_ids=self.tokenizer.encode(prompt), params=params, arrival_time=0.0)
 
     def step(self, num_tokens=1):
         """Each unfinished request's next tokens, and the end of those that have no more, or a stop token."""
