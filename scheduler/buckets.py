@@ -71,6 +71,11 @@ def declare_buckets(
     )
 
 
+def mixed_sizes(buckets: Iterable[Bucket]) -> tuple[int, ...]:
+    """The padded numbers of tokens of steps with rows of any length."""
+    return tuple(bucket.num_tokens for bucket in buckets if not bucket.is_decode_only)
+
+
 def compile_order(buckets: Sequence[Bucket], *, for_short_steps: bool) -> tuple[Bucket, ...]:
     """In which order the programs of all buckets are made, while those that there are serve.
 

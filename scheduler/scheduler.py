@@ -34,9 +34,9 @@ class Scheduler:
 
         expired = scheduler.expire()            # requests whose time is over
         plan = scheduler.schedule()             # None if nothing can run now
-        moves = scheduler.take_page_moves()     # copies to begin before the step, and without one
+        moves = scheduler.take_page_moves()     # copies of pages before the step, and without one
         batch = StepBatch.build(plan, scheduler.table, bucket)
-        handle = runner.launch(batch)
+        handle = runner.launch(StepCommand(moves, bucket, batch.buffer))
         output = scheduler.update(previous_plan, previous_handle.sampled(previous_plan.num_seqs))
 
     Any number of plans may be made before the first of them is updated; they are updated in the order in
@@ -182,26 +182,24 @@ class Scheduler:
         return self._planner.plan(self._clock())
 
     def take_page_moves(self) -> PageMoves:
-        """After each `schedule`: the copies between device and host that are to begin before its step is launched.
+        """After each `schedule`: what pages are to be copied where before its step is launched, and without one.
 
-        What comes of them is told to `pages_saved`, `pages_loaded` and `load_failed` between steps.
+        What comes of it is told to `pages_saved`, `pages_loaded` and `load_failed` between steps.
         """
-        return PageMoves(self._pages.host_slots.take_saves(), self._pages.loads.take_begun())
+        loads = self._pages.loads
+        return PageMoves(loads.take_writes(), self._pages.host_slots.take_saves(), loads.take_begun())
 
     def pages_saved(self, slots: Sequence[int], *, is_sound: bool) -> None:
         """Copies to these slots of the host were made, or failed."""
         self._pages.host_slots.end_save(slots, is_sound=is_sound)
 
-    def pages_loaded(self, ticket: int, num_pages: int, seconds: float) -> list[int]:
-        """The next `num_pages` pages of a load are ready to be written, after so many seconds.
-
-        Returns the pages of the device to write them to before anything else is launched; none if they are not wanted
-        any more.
-        """
-        return self._returns.take_in(ticket, num_pages, seconds)
+    def pages_loaded(self, ticket: int, num_pages: int, seconds: float) -> None:
+        """The next `num_pages` pages of a load have come, after so many seconds. The next `take_page_moves` says where
+        they go, and `schedule` counts them as written."""
+        self._returns.take_in(ticket, num_pages, seconds)
 
     def load_failed(self, ticket: int) -> None:
-        """What is still to come of a load cannot be read. Its request computes it again."""
+        """The next pages of a load cannot be read. Its request computes again what has not come."""
         self._returns.fail(ticket)
 
     @property

@@ -13,8 +13,8 @@ from jaxllm.engine.engine_stats import EngineStats
 class Core(Protocol):
     """What an engine must offer to run in a core process. `EngineCore` is one.
 
-    All methods are called from one thread. It is made by ``Core(config)``, which returns when it can serve; what it
-    raises is raised by `AsyncLLM.connect`.
+    All methods are called from one thread. It is made by a function of an `EngineConfig`, such as `start_core`, which
+    returns when it can serve; what that raises is raised by `AsyncLLM.connect`.
     """
 
     info: EngineInfo

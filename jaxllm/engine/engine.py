@@ -10,10 +10,9 @@ from jaxllm.config import EngineConfig, ResolvedConfig
 from jaxllm.engine.core import add_choices
 from jaxllm.engine.core_output import CoreOutput
 from jaxllm.engine.core_request import CoreRequest
-from jaxllm.engine.engine_core import EngineCore
 from jaxllm.engine.runner import Runner
+from jaxllm.engine.start import open_model, start_core
 from jaxllm.engine.text.output_processor import OutputProcessor
-from jaxllm.loading.sources import open_checkpoint
 from jaxllm.outputs import CompletionOutput, OutputDelta, RequestMetrics, RequestOutput
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler import Scheduler
@@ -65,10 +64,10 @@ class Engine:
 
     def __init__(self, config: EngineConfig, *, progress: bool = False):
         """Opens the model, reads its weights and compiles the first program, side by side."""
-        checkpoint = open_checkpoint(config.model, revision=config.revision)
+        checkpoint = open_model(config)
         with ThreadPoolExecutor(1, thread_name_prefix="jaxllm-load") as loader:
             loading = loader.submit(checkpoint.tokenizer)
-            self.core = EngineCore(config, checkpoint=checkpoint, progress=progress)
+            self.core = start_core(config, checkpoint=checkpoint, progress=progress)
             self.tokenizer: PreTrainedTokenizerFast = loading.result()
         self.info = self.core.info.with_tokenizer(self.tokenizer)
         self._outputs: OutputProcessor[_Answer] = OutputProcessor(self.tokenizer)

@@ -4,18 +4,14 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
 
-from jaxllm.config import EngineConfig, ResolvedConfig, resolve
-from jaxllm.engine.compilation_cache import use_compilation_cache
+from jaxllm.config import ResolvedConfig
 from jaxllm.engine.compilations import Compilations
 from jaxllm.engine.core_output import CoreOutput
 from jaxllm.engine.core_request import CoreRequest
@@ -23,22 +19,19 @@ from jaxllm.engine.engine_info import EngineInfo
 from jaxllm.engine.engine_stats import EngineStats
 from jaxllm.engine.page_mover import Move
 from jaxllm.engine.runner import Runner, StepHandle
+from jaxllm.engine.step_command import StepCommand
 from jaxllm.engine.token_reports import TokenReports
-from jaxllm.errors import ConfigError, InvalidRequestError, OverloadedError
-from jaxllm.loading.checkpoint import Checkpoint
-from jaxllm.loading.sources import open_checkpoint
-from jaxllm.models.model import Model, model_max_len
-from jaxllm.pallas_kernels.ragged_paged_attention.api import IMPLEMENTATIONS
+from jaxllm.errors import InvalidRequestError, OverloadedError
 from jaxllm.scheduler import (
+    PageMoves,
     Request,
     RequestRefusedError,
     RequestStatus,
     Scheduler,
     SchedulerBusyError,
-    SchedulerConfig,
     SchedulerStats,
 )
-from jaxllm.scheduler.buckets import Bucket, pick_bucket
+from jaxllm.scheduler.buckets import Bucket, mixed_sizes, pick_bucket
 from jaxllm.scheduler.sampled_tokens import SampledTokens
 from jaxllm.scheduler.step_batch import StepBatch
 from jaxllm.scheduler.step_plan import StepPlan
@@ -59,42 +52,15 @@ class _InFlight(NamedTuple):
 class EngineCore:
     """Serves one model, in token ids. Not thread-safe: one thread adds requests and calls `step`."""
 
-    def __init__(self, config: EngineConfig, *, checkpoint: Checkpoint | None = None, progress: bool = False):
-        """Reads the weights and compiles the first program, side by side.
-
-        checkpoint: of the model, if it is open already.
-        progress: shows a bar while the weights are read.
-        """
-        checkpoint = checkpoint or open_checkpoint(config.model, revision=config.revision)
-        checkpoint.require_tokenizer()  # Those who bring the core its token ids need it, and all else takes long.
-        platform = jax.default_backend()
-        self.config = resolved = resolve(config, platform=platform, model_max_len=model_max_len(checkpoint.config))
-        if config.attention_implementation not in (None, *IMPLEMENTATIONS):
-            raise ConfigError(
-                f"attention_implementation is {config.attention_implementation!r}; it must be one of "
-                f"{', '.join(IMPLEMENTATIONS)}, or None for auto"
-            )
-        if config.attention_implementation in {"tpu", "gpu"} - {platform}:
-            raise ConfigError(
-                f"attention_implementation is {config.attention_implementation!r} and JAX runs on {platform}: leave "
-                "it out for auto"
-            )
-        mesh = _make_mesh(config.tensor_parallel_size)
-        model = Model.from_checkpoint(
-            checkpoint, dtype=jnp.dtype(resolved.dtype), max_model_len=resolved.max_model_len, mesh=mesh
-        )
-        use_compilation_cache(resolved)
-        with ThreadPoolExecutor(1, thread_name_prefix="jaxllm-load") as loader:
-            weights = loader.submit(model.load, checkpoint, progress=progress)
-            self.runner = Runner(model, resolved, mesh)
-            self.runner.start(weights.result())
-
-        self._buckets = self.runner.ready_buckets
-        self.scheduler = Scheduler(_scheduler_config(resolved, self.runner))
-        self.scheduler.set_step_sizes(_mixed_sizes(self._buckets))
-        self.info = _info(config, resolved, checkpoint, self.runner, model, self.scheduler.config, mesh)
-        self._seeds = random.Random(config.seed)
-        self._reports = TokenReports(resolved.max_num_seqs)
+    def __init__(self, config: ResolvedConfig, runner: Runner, scheduler: Scheduler, info: EngineInfo):
+        """`start_core` makes all of them from an `EngineConfig`. The runner has started."""
+        self.config = config
+        self.runner = runner
+        self.scheduler = scheduler
+        self.info = info
+        self._buckets: Sequence[Bucket] = ()  # that there are programs for, as far as the scheduler knows
+        self._seeds = random.Random(config.options.seed)
+        self._reports = TokenReports(scheduler.config.max_num_seqs)
         self._in_flight: deque[_InFlight] = deque()
         self._current: StepPlan | None = None  # the plan whose step is being launched or taken in
         self._num_steps = self._num_output_tokens = self._num_padded_tokens = self._num_unsound = 0
@@ -167,33 +133,46 @@ class EngineCore:
         If it raises, `recover` or `abort_all` is to be called before the next step.
         """
         start, self._current = time.perf_counter(), None
-        if expired := self.scheduler.expire():
-            self._reports.end_all(expired)
-        for move in self.runner.finished_moves():
-            self._take_in_move(move)
-        if len(buckets := self.runner.ready_buckets) != len(self._buckets):
-            self._buckets = buckets
-            self.scheduler.set_step_sizes(_mixed_sizes(buckets))
-        plan = self.scheduler.schedule()
-        self.runner.move_pages(self.scheduler.take_page_moves())
-        if plan is not None:
-            self._launch(plan)
+        self._expire()
+        plan, moves = self._schedule()
+        self._launch(plan, moves)
         if len(self._in_flight) > (0 if plan is None else 1):
             self._take_in()
         elif plan is None:
-            wait_s = _PAGES_SLEEP_S if self.scheduler.is_waiting_for_pages else self.scheduler.wait_s
-            time.sleep(min(wait_s, _MAX_SLEEP_S))
+            self._idle()
             return self._reports.take()
         self._step_s += time.perf_counter() - start
         return self._reports.take()
 
-    def _launch(self, plan: StepPlan) -> None:
+    # The parts of `step`, in order.
+
+    def _expire(self) -> None:
+        if expired := self.scheduler.expire():
+            self._reports.end_all(expired)
+
+    def _schedule(self) -> tuple[StepPlan | None, PageMoves]:
+        """Tells the scheduler what copies and programs there are, and asks it for the next step."""
+        for move in self.runner.finished_moves():
+            self._take_in_move(move)
+        if len(buckets := self.runner.ready_buckets) != len(self._buckets):
+            self._buckets = buckets
+            self.scheduler.set_step_sizes(mixed_sizes(buckets))
+        plan = self.scheduler.schedule()
+        return plan, self.scheduler.take_page_moves()
+
+    def _launch(self, plan: StepPlan | None, moves: PageMoves) -> None:
+        if plan is None:
+            if moves:
+                self.runner.launch(StepCommand(moves))
+            return
         self._current = plan
         self._reports.start(plan)
         bucket = pick_bucket(self._buckets, plan.num_tokens, plan.num_seqs, plan.max_q_len)
         batch = StepBatch.build(plan, self.scheduler.table, bucket)
         wants_logprobs = self._reports.num_with_logprobs > 0 and bool(batch.wants_logprobs.any())
-        self._in_flight.append(_InFlight(plan, self.runner.launch(batch), wants_logprobs))
+        handle = self.runner.launch(StepCommand(moves, bucket, batch.buffer))
+        assert handle is not None
+        self._in_flight.append(_InFlight(plan, handle, wants_logprobs))
         self._num_padded_tokens += bucket.num_tokens - plan.num_tokens
 
     def _take_in(self) -> None:
@@ -212,6 +191,11 @@ class EngineCore:
         self._num_steps += 1
         self._num_output_tokens += len(output.token_ids)
 
+    def _idle(self) -> None:
+        """Nothing runs: sleeps until something may."""
+        wait_s = _PAGES_SLEEP_S if self.scheduler.is_waiting_for_pages else self.scheduler.wait_s
+        time.sleep(min(wait_s, _MAX_SLEEP_S))
+
     def _end_unsound(self, plan: StepPlan, sampled: SampledTokens) -> None:
         """Ends the requests whose logits are NaN or infinite, with what may help."""
         if not (ended := self.scheduler.end_unsound(plan, sampled)):
@@ -227,15 +211,15 @@ class EngineCore:
         self._reports.end_all(ended, message)
 
     def _take_in_move(self, move: Move) -> None:
-        """Tells the scheduler of a copy between device and host, and writes what has come where it says."""
+        """Tells the scheduler of a copy between device and host."""
         if move.error is not None:
             logger.warning("pages could not be %s: %s", move.kind, move.error)
         if move.ticket is None:
             self.scheduler.pages_saved(move.slots, is_sound=move.error is None)
         elif move.error is not None:
             self.scheduler.load_failed(move.ticket)
-        elif pages := self.scheduler.pages_loaded(move.ticket, move.num_pages, move.seconds):
-            self.runner.write_pages(move, pages)
+        else:
+            self.scheduler.pages_loaded(move.ticket, move.num_pages, move.seconds)
 
     def recover(self, error: Exception) -> CoreOutput:
         """After a `step` that raised: ends the requests of that step, and of those launched after it, with an error.
@@ -308,75 +292,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, int | float | tuple):
         return value
     return {field.name: getattr(value, field.name) for field in fields(value)}
-
-
-def _info(
-    config: EngineConfig,
-    resolved: ResolvedConfig,
-    checkpoint: Checkpoint,
-    runner: Runner,
-    model: Model,
-    scheduler: SchedulerConfig,
-    mesh: jax.sharding.Mesh,
-) -> EngineInfo:
-    device = mesh.devices.flat[0]
-    return EngineInfo(
-        model=config.model,
-        revision=config.revision,
-        max_model_len=scheduler.max_model_len,
-        vocab_size=model.config.vocab_size,
-        page_size=scheduler.page_size,
-        num_pages=scheduler.num_pages,
-        num_host_pages=runner.num_host_pages,
-        page_bytes=runner.page_bytes,
-        max_num_seqs=scheduler.max_num_seqs,
-        max_num_batched_tokens=scheduler.max_num_batched_tokens,
-        dtype=resolved.dtype,
-        kv_cache_dtype=resolved.kv_cache_dtype,
-        platform=device.platform,
-        device=device.device_kind,
-        eos_token_ids=_eos_token_ids(checkpoint),
-        enable_prefix_caching=scheduler.enable_prefix_caching,
-    )
-
-
-def _scheduler_config(config: ResolvedConfig, runner: Runner) -> SchedulerConfig:
-    return SchedulerConfig.of(
-        config.options,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=config.max_model_len,
-        page_size=config.page_size,
-        num_pages=runner.num_pages,
-        windows=runner.groups.windows,
-        num_host_pages=runner.num_host_pages,
-        step_sizes=tuple(_mixed_sizes(runner.buckets)),
-    )
-
-
-def _mixed_sizes(buckets: Iterable[Bucket]) -> list[int]:
-    return [bucket.num_tokens for bucket in buckets if not bucket.is_decode_only]
-
-
-def _make_mesh(tensor_parallel_size: int) -> jax.sharding.Mesh:
-    devices = jax.devices()
-    if tensor_parallel_size > len(devices):
-        raise ConfigError(
-            f"tensor_parallel_size is {tensor_parallel_size}; this machine has {len(devices)} "
-            f"{devices[0].platform} devices. Lower it, or run on more devices."
-        )
-    return jax.make_mesh(
-        (1, tensor_parallel_size),
-        ("data", "model"),
-        axis_types=(AxisType.Auto, AxisType.Auto),
-        devices=devices[:tensor_parallel_size],
-    )
-
-
-def _eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
-    """The end tokens that the model's configs name; its tokenizer, which is not here, may name another."""
-    found: list[int] = []
-    for config in (checkpoint.generation_config, checkpoint.config):
-        ids = config.get("eos_token_id")
-        found += ids if isinstance(ids, list) else [ids] if ids is not None else []
-    return tuple(dict.fromkeys(found))

@@ -26,7 +26,7 @@ class Move:
 
     kind: "saved" to the host; or "loaded" to the device, where `PageMover.write` puts it into the caches.
     slots: the host slots of the pages.
-    ticket, first: of a loaded chunk: which `load` it belongs to, and the index of its first slot there; else None.
+    ticket: of a loaded chunk: which `load` it belongs to; else None.
     seconds: that the copy took, without the time in which it waited for other copies or for a step.
     error: why it failed, or None. The slots of a save that failed hold nothing.
     staging: a loaded chunk on the device, an array for each cache array.
@@ -35,7 +35,6 @@ class Move:
     kind: Literal["saved", "loaded"]
     slots: tuple[int, ...]
     ticket: int | None = None
-    first: int | None = None
     seconds: float
     error: str | None
     staging: list[Array]
@@ -75,7 +74,7 @@ class PageMover:
         self._filled_slots: set[int] = set()  # Known to the copying thread only.
         self._max_staged_chunks = max_staged_chunks
         self._num_saving = self._num_loading = 0  # Chunks that were begun and have not come out of `finished`.
-        self._waiting_loads: deque[tuple[int, int, tuple[int, ...]]] = deque()  # Chunks: ticket, first, slots.
+        self._waiting_loads: deque[tuple[int, tuple[int, ...]]] = deque()  # Chunks: ticket, slots.
         self._finished: SimpleQueue[Move] = SimpleQueue()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jaxllm-pages")
         self._readers: dict[int, jax.stages.Compiled] = {}
@@ -90,11 +89,6 @@ class PageMover:
     def max_staging_bytes(self) -> int:
         """What chunks on their way may take on the devices, all together."""
         return 2 * self._max_staged_chunks * max(_CHUNK_SIZES) * self.page_bytes
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether all that was begun has come out of `finished`."""
-        return not (self._num_saving or self._num_loading or self._waiting_loads)
 
     def compile(self, num_pages: int) -> None:
         """Makes all programs, for caches of so many pages; to be called before the first move."""
@@ -140,16 +134,19 @@ class PageMover:
     def load(self, ticket: int, slots: Sequence[int]) -> None:
         """Begins to bring what is in these slots to the device, in chunks. Returns at once."""
         for first, size in _chunks(len(slots)):
-            self._waiting_loads.append((ticket, first, tuple(slots[first : first + size])))
+            self._waiting_loads.append((ticket, tuple(slots[first : first + size])))
         self._begin_loads()
 
-    def finished(self) -> list[Move]:
-        """The chunks that have been copied since the last call. Never waits.
+    def finished(self, *, wait: bool = False) -> list[Move]:
+        """The chunks that have been copied since the last call, in the order in which they were: the loaded ones come
+        in that of their slots and of the calls of `load`.
 
         A loaded one takes memory on the device as long as its `Move` is kept.
+
+        wait: for one at least. Something must be on its way.
         """
-        moves = []
-        while not self._finished.empty():
+        moves: list[Move] = []
+        while (wait and not moves) or not self._finished.empty():
             move = self._finished.get()
             if move.kind == "saved":
                 self._num_saving -= 1
@@ -190,7 +187,7 @@ class PageMover:
             error = f"{type(exception).__name__}: {exception}"
         self._finished.put(Move(kind="saved", slots=slots, seconds=seconds, error=error, staging=[]))
 
-    def _load(self, ticket: int, first: int, slots: tuple[int, ...]) -> None:
+    def _load(self, ticket: int, slots: tuple[int, ...]) -> None:
         seconds, error, staging = 0.0, None, []
         try:
             if missing := set(slots) - self._filled_slots:
@@ -201,7 +198,7 @@ class PageMover:
         except Exception as exception:
             error = f"{type(exception).__name__}: {exception}"
         self._finished.put(
-            Move(kind="loaded", slots=slots, ticket=ticket, first=first, seconds=seconds, error=error, staging=staging)
+            Move(kind="loaded", slots=slots, ticket=ticket, seconds=seconds, error=error, staging=staging)
         )
 
     def _put(self, slots: tuple[int, ...], parts: list[_Part]) -> None:

@@ -3,6 +3,7 @@
 import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from jaxllm.engine.device_state import DeviceState
 from jaxllm.engine.kv_cache import KVCacheLayout, MemoryBudget, memory_limit_bytes
 from jaxllm.engine.page_mover import Move, PageMover
 from jaxllm.engine.sampler import Logprobs
+from jaxllm.engine.step_command import StepCommand
 from jaxllm.engine.step_program import StepResult, make_step
 from jaxllm.errors import ConfigError
 from jaxllm.layers.parameter import activation_dtype
@@ -27,7 +29,6 @@ from jaxllm.scheduler import PageMoves
 from jaxllm.scheduler.batch_layout import BatchLayout
 from jaxllm.scheduler.buckets import Bucket, compile_order, declare_buckets
 from jaxllm.scheduler.sampled_tokens import SampledTokens
-from jaxllm.scheduler.step_batch import StepBatch
 from jaxllm.scheduler.windows import num_request_pages
 
 logger = logging.getLogger(__name__)
@@ -54,11 +55,14 @@ class StepHandle:
 
 
 class Runner:
-    """Owns the weights, the caches and the programs, and the host's part of the KV cache.
+    """Owns the weights, the caches and the programs, and the host's part of the KV cache; carries out `StepCommand`s.
 
     The constructor compiles the program of the largest bucket, which fits every step; it needs the model's shapes
     only. `start` takes the weights, after which steps can be launched. The other programs are compiled in background
     threads, in the order of `compile_order`, and `ready_buckets` grows as they come.
+
+    Who schedules looks at `ready_buckets` and `finished_moves`, so that none of its commands has to wait. A runner that
+    follows, on another host, needs nothing but the commands, and waits where it is later.
     """
 
     def __init__(self, model: Model, config: ResolvedConfig, mesh: Mesh):
@@ -96,9 +100,10 @@ class Runner:
         self._at_once, self._later = order[:num_at_once], order[num_at_once:]
         self._programs: dict[Bucket, jax.stages.Compiled] = {}
         self._executor = ThreadPoolExecutor(_COMPILE_THREADS, thread_name_prefix=COMPILE_THREADS_PREFIX)
-        self._compiling: list[Future[None]] = []
+        self._compiling: dict[Bucket, Future[None]] = {}
         self.num_pages = config.options.num_pages or 0
         self._mover = self._make_mover()
+        self._loaded: deque[Move] = deque()  # Chunks that have come from the host, to be written in this order.
         self._compile_first()
 
     def start(self, weights: list[jax.Array]) -> None:
@@ -108,7 +113,7 @@ class Runner:
             self._mover.compile(self.num_pages)
         self._kv_pages = self._layout.allocate(self.num_pages)
         self._state = DeviceState.allocate(self._config.max_num_seqs, self._whole)
-        self._compiling += [self._executor.submit(self._compile_in_background, bucket) for bucket in self._later]
+        self._begin_to_compile(self._later)
 
     @property
     def ready_buckets(self) -> Sequence[Bucket]:
@@ -117,16 +122,30 @@ class Runner:
 
     def wait_until_compiled(self) -> None:
         """Returns when every program is ready. Raises what a compilation raised."""
-        for future in self._compiling:
+        for future in self._compiling.values():
             future.result()
 
-    def launch(self, batch: StepBatch) -> StepHandle:
-        """Starts a step and returns at once. Its bucket must be ready. Steps run in the order of their launch."""
-        packed = jax.device_put(batch.buffer, self._whole)
-        self._kv_pages, self._state, result = self._programs[batch.bucket](
+    def launch(self, command: StepCommand) -> StepHandle | None:
+        """Begins copies of pages, and starts the step if there is one. What is begun runs in the order of the commands.
+
+        Returns at once if the step's bucket is ready and its writes are of `finished_moves`; else it waits for them.
+        Raises RuntimeError for pages that are to be written and could not be copied here.
+        """
+        if command.moves:
+            self._move_pages(command.moves)
+        if command.bucket is None:
+            return None
+        if command.bucket not in self._programs:
+            self._compiling[command.bucket].result()
+        packed = jax.device_put(command.buffer, self._whole)
+        self._kv_pages, self._state, result = self._programs[command.bucket](
             self._weights, self._kv_pages, self._state, packed
         )
         return StepHandle(result)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._model.config.vocab_size
 
     @property
     def num_host_pages(self) -> int:
@@ -138,22 +157,16 @@ class Runner:
         """Bytes of one page, over all devices."""
         return self._layout.page_bytes() * self._mesh.shape["model"]
 
-    def move_pages(self, moves: PageMoves) -> None:
-        """Begins copies between the device and the host. Call it before the launch of the step that they go with."""
-        if moves:
-            assert self._mover is not None, "nothing moves without a tier"
-            self._mover.save(self._kv_pages, moves.saves)
-            for ticket, slots in moves.loads:
-                self._mover.load(ticket, slots)
-
     def finished_moves(self) -> Sequence[Move]:
-        """The copies that have been made since the last call, or have failed. Never waits."""
-        return () if self._mover is None else self._mover.finished()
+        """The copies that have been made since the last call, or have failed. Never waits.
 
-    def write_pages(self, move: Move, pages: Sequence[int]) -> None:
-        """Puts what was loaded into these pages of the device."""
-        assert self._mover is not None
-        self._kv_pages = self._mover.write(self._kv_pages, move, pages)
+        Of each that was loaded, a command's writes must say where it goes.
+        """
+        if self._mover is None:
+            return ()
+        moves = self._mover.finished()
+        self._loaded += [move for move in moves if move.kind == "loaded"]
+        return moves
 
     @property
     def is_usable(self) -> bool:
@@ -183,10 +196,34 @@ class Runner:
             )
         return PageMover(self._layout.structs(1), num_host_pages=num_host_pages, mesh=self._mesh)
 
+    def _move_pages(self, moves: PageMoves) -> None:
+        assert self._mover is not None, "nothing moves without a tier"
+        for ticket, pages in moves.writes:
+            move = self._next_loaded(self._mover)
+            assert move.ticket == ticket, f"pages of the load {move.ticket} have come, not of {ticket}"
+            if pages and move.error is not None:
+                raise RuntimeError(f"pages could not be copied from the host: {move.error}")
+            if pages:
+                self._kv_pages = self._mover.write(self._kv_pages, move, pages)
+        if moves.saves:
+            self._mover.save(self._kv_pages, moves.saves)
+        for ticket, slots in moves.loads:
+            self._mover.load(ticket, slots)
+
+    def _next_loaded(self, mover: PageMover) -> Move:
+        """The oldest chunk that no command has said anything of. Waits until it has come."""
+        while not self._loaded:
+            self._loaded += [move for move in mover.finished(wait=True) if move.kind == "loaded"]
+        return self._loaded.popleft()
+
+    def _begin_to_compile(self, buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
+            self._compiling[bucket] = self._executor.submit(self._compile_in_background, bucket)
+
     def _compile_largest(self) -> int:
         """Compiles the largest bucket's program and begins with those that come next. Returns bytes of temporaries."""
         largest, *next_ones = self._at_once
-        self._compiling = [self._executor.submit(self._compile_in_background, bucket) for bucket in next_ones]
+        self._begin_to_compile(next_ones)
         return self._compile(largest)
 
     def _compile_first(self) -> None:
@@ -218,6 +255,7 @@ class Runner:
             if needed_bytes <= budget.limit_bytes - budget.weights_bytes - self.num_pages * page_bytes:
                 return
             self.wait_until_compiled()  # What was begun has the wrong number of pages, and is made anew.
+            self._programs.clear()
             temporaries_bytes = needed_bytes
 
     def _compile_in_background(self, bucket: Bucket) -> None:

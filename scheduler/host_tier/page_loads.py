@@ -61,6 +61,7 @@ class PageLoads:
         self._ticket_of: dict[Request, int] = {}
         self._tickets = count()
         self._begun: list[tuple[int, list[int]]] = []  # that nobody has been told of
+        self._writes: list[tuple[int, list[int]]] = []  # likewise
         self._seconds_per_page: float | None = None
         self.num_loaded_pages = 0
         self.num_reserved_pages = 0
@@ -104,31 +105,37 @@ class PageLoads:
         begun, self._begun = self._begun, []
         return begun
 
-    def take_in(self, ticket: int, num_pages: int, seconds: float) -> tuple[list[int], Request | None]:
-        """The next pages of a load have come, in so many seconds.
+    def take_writes(self) -> list[tuple[int, list[int]]]:
+        """(ticket, pages) of all that has come or failed since the last call: where it is to be written to."""
+        writes, self._writes = self._writes, []
+        return writes
 
-        Returns the pages of the device to write them to, before anything else is launched (none, if nobody waits for
-        them any more), and the request if these were the last.
-        """
+    def take_in(self, ticket: int, num_pages: int, seconds: float) -> Request | None:
+        """The next pages of a load have come, in so many seconds. They are to be written, unless nobody waits for them
+        any more. Returns the request if these were the last."""
         load = self._by_ticket.get(ticket)
         if load is None:
-            return [], None
+            self._writes.append((ticket, []))
+            return None
         seconds_per_page = seconds / num_pages
         if self._seconds_per_page is not None:
             seconds_per_page = _NEWEST * seconds_per_page + (1 - _NEWEST) * self._seconds_per_page
         self._seconds_per_page = seconds_per_page
         first, end = load.num_written_pages, load.num_written_pages + num_pages
         pages = load.pages[first:end]
+        self._writes.append((ticket, pages))
         self._cache.restore(load.prefix.keys[first:end], pages)
         load.num_written_pages = end
         self.num_loaded_pages += num_pages
         if end < len(load.pages):
-            return pages, None
+            return None
         self.end(load.request)
-        return pages, load.request
+        return load.request
 
     def fail(self, ticket: int) -> Request | None:
-        """What is still to come of a load cannot be read. Returns the request, if it waits for it."""
+        """The next pages of a load cannot be read, and what comes of it later is not wanted. Returns the request, if it
+        waits for it."""
+        self._writes.append((ticket, []))
         load = self._by_ticket.get(ticket)
         if load is None:
             return None

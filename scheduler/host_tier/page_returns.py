@@ -86,13 +86,11 @@ class PageReturns:
         for request in passed:
             self._waiting.push(request)
 
-    def take_in(self, ticket: int, num_pages: int, seconds: float) -> list[int]:
+    def take_in(self, ticket: int, num_pages: int, seconds: float) -> None:
         """See `Scheduler.pages_loaded`."""
-        pages, complete = self._loads.take_in(ticket, num_pages, seconds)
-        if complete is not None:
+        if (complete := self._loads.take_in(ticket, num_pages, seconds)) is not None:
             complete.has_pages_back = True
             self._go_back(complete)
-        return pages
 
     def fail(self, ticket: int) -> None:
         """See `Scheduler.load_failed`."""

@@ -25,7 +25,7 @@ from jaxllm.server.server_config import ServerConfig
 
 logger = logging.getLogger("jaxllm.server")
 
-ENGINE = "jaxllm.engine.engine_core:EngineCore"
+ENGINE = "jaxllm.engine.start:start_core"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _MAX_FILES = 65536
 _BACKLOG = 2048  # connections that wait to be taken

@@ -16,6 +16,7 @@ from jaxllm import LLM
 from jaxllm.config import EngineConfig, ResolvedConfig, resolve
 from jaxllm.engine.kv_cache import KVCacheLayout
 from jaxllm.engine.runner import Runner
+from jaxllm.engine.step_command import StepCommand
 from jaxllm.layers.attention import StepMetadata
 from jaxllm.layers.kv_caches import KVCaches
 from jaxllm.loading.sources import open_checkpoint
@@ -150,7 +151,8 @@ def generate(
         plan = scheduler.schedule()
         if plan is not None:
             bucket = pick_bucket(runner.ready_buckets, plan.num_tokens, plan.num_seqs, plan.max_q_len)
-            in_flight.append((plan, runner.launch(StepBatch.build(plan, scheduler.table, bucket))))
+            batch = StepBatch.build(plan, scheduler.table, bucket)
+            in_flight.append((plan, runner.launch(StepCommand(scheduler.take_page_moves(), bucket, batch.buffer))))
             on_plan(scheduler)
         if len(in_flight) > (plan is not None):
             done, handle = in_flight.pop(0)

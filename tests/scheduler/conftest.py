@@ -158,12 +158,17 @@ class Copies:
     def __init__(self, scheduler: Scheduler, device: FakeDevice) -> None:
         self._scheduler, self._device = scheduler, device
         self._jobs: deque[Callable[[bool], None]] = deque()
+        self._loaded: deque[np.ndarray] = deque()  # chunks that have come or failed, to be written
         self._failed_slots: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._jobs)
 
     def begin(self, moves: PageMoves) -> None:
+        for _, pages in moves.writes:
+            content = self._loaded.popleft()
+            if pages:
+                self._device.write(pages, content)
         for first in range(0, len(moves.saves), self.CHUNK):
             chunk = moves.saves[first : first + self.CHUNK]
             wait = self._device.read([page for page, _ in chunk])
@@ -185,10 +190,11 @@ class Copies:
         self._scheduler.pages_saved(slots, is_sound=content is not None)
 
     def _load(self, ticket: int, slots: list[int], fail: bool) -> None:
+        self._loaded.append(self._device.host_pages[slots].copy())
         if fail or self._failed_slots & set(slots):
             self._scheduler.load_failed(ticket)
-        elif pages := self._scheduler.pages_loaded(ticket, len(slots), 0.001):
-            self._device.write(pages, self._device.host_pages[slots].copy())
+        else:
+            self._scheduler.pages_loaded(ticket, len(slots), 0.001)
 
 
 class Clock:

@@ -302,6 +302,7 @@ def test_slow_copies_give_way_to_computing(make_tiered, expect_alone):
     for _ in range(2):  # a page takes a second to come
         loop.scheduler._pages.loads.take_in(0, 1, 1.0)
     loop.scheduler.load_failed(0)
+    loop.scheduler.take_page_moves()  # There is nothing to write.
     run(loop, Request("first again", PROMPT, max_tokens=1))
     num_loaded = loop.scheduler.stats().num_loaded_pages
     evict(loop)
@@ -326,6 +327,7 @@ def test_the_time_of_a_copy_is_learned_from_those_that_came(make_tiered):
         loads.take_in(0, 1, seconds)
         assert loads.expected_seconds(10) == pytest.approx(expected)
     loop.scheduler.load_failed(0)
+    loop.scheduler.take_page_moves()  # There is nothing to write.
     loop.run()
 
 

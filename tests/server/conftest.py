@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 sys.path.append(str(Path(__file__).parent))  # The core process finds stub_engine there, too.
 
 STUB = "stub_engine:StubEngine"
-JAX = "jaxllm.engine.engine_core:EngineCore"
+JAX = "jaxllm.engine.start:start_core"
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,8 @@
 """An engine core in a process of its own, which serves its clients at a local socket.
 
 `python -c "from jaxllm.engine.process.child import main; main()"` is what `EngineProcess` starts; the launch order
-comes through stdin, and when stdin ends, so does the process. What runs in it is any class with the methods of `Core`:
+comes through stdin, and when stdin ends, so does the process. What runs in it is made by a function of an
+`EngineConfig` that returns a `Core`, such as a class:
 
     class MyCore:
         def __init__(self, config: EngineConfig): ...

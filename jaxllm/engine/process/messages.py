@@ -18,14 +18,16 @@ A client knows its requests by numbers of its own, the handles. However a reques
 that were not told yet, so that whoever counts them need not know why it ended.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
 from jaxllm.engine.core_output import CoreOutput
 from jaxllm.engine.core_request import CoreRequest
 from jaxllm.engine.engine_info import EngineInfo
 from jaxllm.engine.engine_stats import EngineStats
+from jaxllm.engine.step_command import StepCommand
 
 EndReason = Literal["abort", "stop"]
 
@@ -125,3 +127,13 @@ ToClient = Ready | Taken | Refused | Tokens | Heartbeat | Answer
 encode = msgspec.msgpack.Encoder().encode
 decode_to_core = msgspec.msgpack.Decoder(ToCore).decode
 decode_to_client = msgspec.msgpack.Decoder(ToClient).decode
+
+
+def _array(type_: type, data: Any) -> np.ndarray:
+    assert type_ is np.ndarray
+    return np.frombuffer(data, np.int32)
+
+
+# What a core says to runners that follow its own. Their hosts are of one byte order.
+encode_command = msgspec.msgpack.Encoder(enc_hook=memoryview).encode
+decode_command = msgspec.msgpack.Decoder(StepCommand, dec_hook=_array).decode

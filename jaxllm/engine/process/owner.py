@@ -46,7 +46,7 @@ class EngineProcess:
         self,
         config: EngineConfig,
         *,
-        engine: str = "jaxllm.engine.engine_core:EngineCore",
+        engine: str = "jaxllm.engine.start:start_core",
         address: str | None = None,
     ):
         self._config = config

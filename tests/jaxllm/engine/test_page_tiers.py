@@ -47,7 +47,8 @@ def llm(request, tmp_path_factory):
 def reschedule(llm, **settings):
     """A scheduler that knows nothing yet."""
     core = llm.engine.core
-    while core._in_flight or (core.runner._mover is not None and not core.runner._mover.is_idle):
+    mover = core.runner._mover
+    while core._in_flight or mover._num_saving or mover._num_loading or mover._waiting_loads:
         llm.engine.step()
     core.scheduler = Scheduler(dataclasses.replace(core.scheduler.config, **settings))
 

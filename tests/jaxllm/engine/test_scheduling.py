@@ -90,7 +90,9 @@ def test_a_tpot_target_gives_small_steps_and_the_same_tokens(tiny_llm, tiny_fold
     def serve(llm):
         """The tokens of each request, and the tokens of each step that was not for decodes alone."""
         launch, steps, outputs = llm.engine.runner.launch, [], {}
-        monkeypatch.setattr(llm.engine.runner, "launch", lambda batch: steps.append(batch.bucket) or launch(batch))
+        monkeypatch.setattr(
+            llm.engine.runner, "launch", lambda command: steps.append(command.bucket) or launch(command)
+        )
         for index in range(7):
             llm.engine.add_request(str(index), [3 + index] * 9, params(50))
         for _ in range(12):
@@ -144,11 +146,11 @@ def test_a_step_that_raised_leaves_nothing_to_be_found(tiny_llm, rescheduled, mo
     prompts = prompts_of(tiny_llm.engine.vocab_size, 2, 40, 9)
     launch, calls = tiny_llm.engine.runner.launch, []
 
-    def fail_at_the_third(batch):
-        calls.append(batch)
+    def fail_at_the_third(command):
+        calls.append(command)
         if len(calls) == 3:
             raise RuntimeError("the device is gone")
-        return launch(batch)
+        return launch(command)
 
     monkeypatch.setattr(tiny_llm.engine.runner, "launch", fail_at_the_third)
     params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)

@@ -461,7 +461,7 @@ def test_an_engine_that_cannot_start_says_why_and_is_not_tried_again(tmp_path):
     with pytest.raises(EngineDeadError, match="the engine process ended with code -9 before it could serve"):
         asyncio.run(connect("stub_engine:DyingAtStartEngine", str(tmp_path)))
     with pytest.raises(ModelNotFoundError, match=r"no model '\./nowhere'"):
-        asyncio.run(connect("jaxllm.engine.engine_core:EngineCore", "./nowhere"))
+        asyncio.run(connect("jaxllm.engine.start:start_core", "./nowhere"))
 
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:5000", "relative", "", "/" + "x" * 100])

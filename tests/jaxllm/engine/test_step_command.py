@@ -1,0 +1,129 @@
+"""That the commands of a step are all that a second runner needs, wherever and whenever it runs."""
+
+import time
+
+import numpy as np
+import pytest
+from tiny_models import write_tiny_model
+from tiny_tokenizer import write_tokenizer
+
+from jaxllm import LLM, SamplingParams
+from jaxllm.engine.process.messages import decode_command, encode_command
+from jaxllm.engine.step_command import StepCommand
+from jaxllm.scheduler import PageMoves
+from jaxllm.scheduler.buckets import Bucket
+
+OPTIONS = {
+    "dtype": "float32",
+    "max_model_len": 128,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "page_size": 8,
+    "num_pages": 30,  # less than half of what the conversations below come to have
+    "host_kv_gb": 0.01,
+    "kv_return_by": "copy",
+    "compilation_cache_dir": "",
+}
+
+
+@pytest.fixture(scope="module")
+def make_llm(tmp_path_factory):
+    folder = write_tiny_model("gemma3", tmp_path_factory.mktemp("followed"))
+    write_tokenizer(folder)
+    made = []
+
+    def make():
+        made.append(LLM(str(folder), **OPTIONS))
+        return made[-1]
+
+    yield make
+    for llm in made:
+        llm.engine.shutdown()
+
+
+def record(runner, monkeypatch):
+    """(command as bytes, handle of the step or None) of all that the runner launches from now on."""
+    launch, records = runner.launch, []
+
+    def recording(command):
+        data = encode_command(command)
+        records.append((data, launch(command)))
+        return records[-1][1]
+
+    monkeypatch.setattr(runner, "launch", recording)
+    return records
+
+
+def converse(llm):
+    """Conversations that take turns, each of which needs its history again; half of them sample."""
+    vocab_size = llm.engine.vocab_size
+    histories = [[(7 * number + 3 * index) % vocab_size for index in range(24)] for number in range(6)]
+    params = [
+        SamplingParams(temperature=number % 2, seed=number, max_tokens=12, ignore_eos=True, logprobs=2)
+        for number in range(6)
+    ]
+    for turn in range(3):
+        prompts = [{"prompt_token_ids": history} for history in histories]
+        for history, output in zip(histories, llm.generate(prompts, params, use_tqdm=False), strict=True):
+            history += [*output.outputs[0].token_ids, turn + 1]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_runner_that_gets_the_same_bytes_has_the_same_caches_and_results(make_llm, monkeypatch, is_late):
+    """With pages that go to the host and come back; one copy in three fails there, and none or all are slow here."""
+    first, second = make_llm(), make_llm()
+    mover, num_calls = first.engine.runner._mover, 0
+    get = mover._get
+
+    def fail_at_times(slots):
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls % 3 == 0:
+            raise MemoryError("no room")
+        return get(slots)
+
+    monkeypatch.setattr(mover, "_get", fail_at_times)
+    records = record(first.engine.runner, monkeypatch)
+    converse(first)
+    commands = [decode_command(data) for data, _ in records]
+    assert sum(bool(pages) for command in commands for _, pages in command.moves.writes) > 10
+    assert any(not pages for command in commands for _, pages in command.moves.writes)
+    assert sum(len(command.moves.saves) for command in commands) > 30
+    assert len({command.bucket for command in commands}) > 2
+
+    follower = second.engine.runner
+    if is_late:
+        own_get = follower._mover._get
+        monkeypatch.setattr(follower._mover, "_get", lambda slots: time.sleep(0.02) or own_get(slots))
+    for command, (_, handle) in zip(commands, records, strict=True):
+        followed = follower.launch(command)
+        assert (followed is None) == (handle is None)
+        if handle is not None:
+            num_seqs = command.bucket.num_seqs
+            np.testing.assert_array_equal(followed.sampled(num_seqs).token_ids, handle.sampled(num_seqs).token_ids)
+            for its, ours in zip(followed.logprobs(), handle.logprobs(), strict=True):
+                np.testing.assert_array_equal(its, ours)
+    runner = first.engine.runner
+    for its, ours in zip(follower._kv_pages, runner._kv_pages, strict=True):
+        np.testing.assert_array_equal(np.asarray(its), np.asarray(ours))
+    for its, ours in zip(follower._state, runner._state, strict=True):
+        np.testing.assert_array_equal(np.asarray(its), np.asarray(ours))
+
+
+def test_pages_that_a_follower_could_not_copy_stop_it(make_llm):
+    runner = make_llm().engine.runner
+    runner.launch(StepCommand(PageMoves([], [], [(0, [3])])))  # Nothing was saved there.
+    with pytest.raises(RuntimeError, match=r"pages could not be copied from the host: .* host slots \[3\]"):
+        runner.launch(StepCommand(PageMoves([(0, [5])], [], [])))
+
+
+def test_a_command_is_the_same_after_its_way():
+    moves = PageMoves([(1, [4, 5]), (2, [])], [(6, 7)], [(3, [8, 9])])
+    command = StepCommand(moves, Bucket.mixed(64, 4), np.arange(-3, 30, dtype=np.int32))
+    again = decode_command(encode_command(command))
+    assert again[:2] == command[:2]
+    np.testing.assert_array_equal(again.buffer, command.buffer)
+    assert decode_command(encode_command(StepCommand(moves))) == StepCommand(moves)
+    assert command
+    assert StepCommand(moves)
+    assert not StepCommand(PageMoves([], [], []))
