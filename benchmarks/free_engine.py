@@ -12,6 +12,7 @@ from typing import Literal
 from jaxllm import EngineConfig, EngineInfo, EngineStats
 from jaxllm.engine.core_output import CoreOutput
 from jaxllm.engine.core_request import CoreRequest
+from jaxllm.scheduler import RequestStatus, SchedulerStats
 
 STEP_MS = "JAXLLM_FREE_ENGINE_STEP_MS"
 MAX_MODEL_LEN = 8192
@@ -90,9 +91,8 @@ class FreeEngine:
         raise error
 
     def stats(self) -> EngineStats:
-        return EngineStats(
-            time=time.monotonic(), num_steps=self._num_steps, num_requests={"decoding": len(self._running)}
-        )
+        scheduler = SchedulerStats(num_requests={RequestStatus.DECODING: len(self._running)})
+        return EngineStats(time=time.monotonic(), num_steps=self._num_steps, scheduler=scheduler)
 
     def reset_prefix_cache(self, *, force: bool) -> bool:
         return True

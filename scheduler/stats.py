@@ -1,7 +1,7 @@
 """What an operator sees of a scheduler."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -77,25 +77,39 @@ class SchedulerStats:
     steps_by_size: steps since the start; number i counts those of at most 2**i tokens and of more than number i - 1.
     """
 
-    num_requests: Mapping[RequestStatus, int]
-    num_queued_tokens: int
-    queue_age_s: float
-    num_free_pages: int
-    num_used_pages: int
-    num_cached_pages: int
-    num_left_pages: int
-    num_host_pages: int
-    num_saved_pages: int
-    num_loaded_pages: int
-    num_lost_pages: int
-    num_failed_pages: int
-    num_stalls: int
-    stall_s: float
-    num_preemptions: int
-    num_recomputed_tokens: int
-    num_prefix_query_tokens: int
-    num_prefix_hit_tokens: int
-    num_accepted_tokens: int
-    last_step: StepTokens
-    all_steps: StepTokens
-    steps_by_size: tuple[int, ...]
+    num_requests: Mapping[RequestStatus, int] = field(default_factory=lambda: dict.fromkeys(RequestStatus, 0))
+    num_queued_tokens: int = 0
+    queue_age_s: float = 0.0
+    num_free_pages: int = 0
+    num_used_pages: int = 0
+    num_cached_pages: int = 0
+    num_left_pages: int = 0
+    num_host_pages: int = 0
+    num_saved_pages: int = 0
+    num_loaded_pages: int = 0
+    num_lost_pages: int = 0
+    num_failed_pages: int = 0
+    num_stalls: int = 0
+    stall_s: float = 0.0
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+    num_prefix_query_tokens: int = 0
+    num_prefix_hit_tokens: int = 0
+    num_accepted_tokens: int = 0
+    last_step: StepTokens = StepTokens()
+    all_steps: StepTokens = StepTokens()
+    steps_by_size: tuple[int, ...] = ()
+
+    @property
+    def num_running(self) -> int:
+        return sum(self.num_requests.get(status, 0) for status in (RequestStatus.PREFILLING, RequestStatus.DECODING))
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that do not run: new ones, those that wait for input or pages, and preempted ones."""
+        return sum(number for status, number in self.num_requests.items() if not status.is_finished) - self.num_running
+
+    @property
+    def num_finished(self) -> int:
+        """However they ended, since the start."""
+        return sum(number for status, number in self.num_requests.items() if status.is_finished)

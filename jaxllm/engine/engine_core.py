@@ -4,9 +4,9 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -29,7 +29,6 @@ from jaxllm.scheduler import (
     RequestStatus,
     Scheduler,
     SchedulerBusyError,
-    SchedulerStats,
 )
 from jaxllm.scheduler.buckets import Bucket, mixed_sizes, pick_bucket
 from jaxllm.scheduler.sampled_tokens import SampledTokens
@@ -246,8 +245,6 @@ class EngineCore:
     def stats(self) -> EngineStats:
         """A snapshot, at a cost that does not depend on the load."""
         memory = jax.local_devices()[0].memory_stats() or {}
-        scheduler = self.scheduler.stats()
-        plain = {field.name: _plain(getattr(scheduler, field.name)) for field in fields(SchedulerStats)}
         return EngineStats(
             time=time.monotonic(),
             num_steps=self._num_steps,
@@ -259,7 +256,7 @@ class EngineCore:
             num_padded_tokens=self._num_padded_tokens,
             memory_bytes=memory.get("bytes_in_use"),
             memory_limit_bytes=memory.get("bytes_limit"),
-            **plain,
+            scheduler=self.scheduler.stats(),
         )
 
     def reset_prefix_cache(self, *, force: bool = False) -> bool:
@@ -283,12 +280,3 @@ class EngineCore:
         """Stops background work."""
         self.runner.shutdown()
         self._compilations.close()
-
-
-def _plain(value: Any) -> Any:
-    """A figure of the scheduler's in numbers, tuples of them, and mappings of names to them."""
-    if isinstance(value, Mapping):
-        return {status.value: number for status, number in value.items()}
-    if isinstance(value, int | float | tuple):
-        return value
-    return {field.name: getattr(value, field.name) for field in fields(value)}

@@ -5,8 +5,11 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from jaxllm.scheduler import RequestStatus
+
 if TYPE_CHECKING:
     from jaxllm import AsyncLLM, EngineInfo, EngineStats
+    from jaxllm.scheduler import SchedulerStats
 
 Values = dict[tuple[str, ...], float]  # by the labels beside those of every metric
 
@@ -16,14 +19,14 @@ LABELS = ("model_name", "engine")
 ENGINE = "0"
 
 WAITING_REASONS = {
-    "waiting": "capacity",  # for a row, for pages or for room in a step: vLLM's word
-    "waiting_for_input": "input",
-    "waiting_for_pages": "pages_from_host",
-    "preempted": "preempted",
+    RequestStatus.WAITING: "capacity",  # for a row, for pages or for room in a step: vLLM's word
+    RequestStatus.WAITING_FOR_INPUT: "input",
+    RequestStatus.WAITING_FOR_PAGES: "pages_from_host",
+    RequestStatus.PREEMPTED: "preempted",
 }
 
 
-def kv_cache_usage(stats: "EngineStats") -> float:
+def kv_cache_usage(stats: "SchedulerStats") -> float:
     """The part of the KV cache that running requests hold, from 0 to 1."""
     return stats.num_used_pages / max(1, stats.num_used_pages + stats.num_free_pages)
 
@@ -37,17 +40,8 @@ def engine_metrics(llm: "AsyncLLM", prefix: str, model_name: str) -> Iterator[Me
     yield _cache_config(llm.info, maker)
     if (stats := llm.stats) is None:
         return
-    now: Values = {
-        (status,): count for status, count in stats.num_requests.items() if not status.startswith("finished")
-    }
-    by_reason: Values = {(reason,): stats.num_requests.get(status, 0) for status, reason in WAITING_REASONS.items()}
-    yield maker.gauge("num_requests_running", "Requests in steps.", stats.num_running)
-    yield maker.gauge("num_requests_waiting", "Requests that wait to be in a step.", stats.num_waiting)
-    yield maker.gauges("num_requests_waiting_by_reason", "Requests that wait, by what for.", ("reason",), by_reason)
-    yield maker.gauges("num_requests_by_state", "Requests by where they are.", ("state",), now)
-    yield maker.gauge("num_queued_tokens", "Prompt tokens of the requests that wait.", stats.num_queued_tokens)
-    yield maker.gauge("queue_age_seconds", "Since the oldest waiting request arrived.", stats.queue_age_s)
-    yield from _kv_cache(stats, maker)
+    yield from _requests(stats.scheduler, maker)
+    yield from _kv_cache(stats.scheduler, maker)
     yield from _steps(stats, maker)
 
 
@@ -66,7 +60,19 @@ def _cache_config(info: "EngineInfo", maker: "_Maker") -> Metric:
     return family
 
 
-def _kv_cache(stats: "EngineStats", maker: "_Maker") -> Iterator[Metric]:
+def _requests(stats: "SchedulerStats", maker: "_Maker") -> Iterator[Metric]:
+    counts = stats.num_requests
+    now: Values = {(status.value,): count for status, count in counts.items() if not status.is_finished}
+    by_reason: Values = {(reason,): counts.get(status, 0) for status, reason in WAITING_REASONS.items()}
+    yield maker.gauge("num_requests_running", "Requests in steps.", stats.num_running)
+    yield maker.gauge("num_requests_waiting", "Requests that wait to be in a step.", stats.num_waiting)
+    yield maker.gauges("num_requests_waiting_by_reason", "Requests that wait, by what for.", ("reason",), by_reason)
+    yield maker.gauges("num_requests_by_state", "Requests by where they are.", ("state",), now)
+    yield maker.gauge("num_queued_tokens", "Prompt tokens of the requests that wait.", stats.num_queued_tokens)
+    yield maker.gauge("queue_age_seconds", "Since the oldest waiting request arrived.", stats.queue_age_s)
+
+
+def _kv_cache(stats: "SchedulerStats", maker: "_Maker") -> Iterator[Metric]:
     pages: Values = {
         ("device", "used"): stats.num_used_pages,
         ("device", "cached"): stats.num_cached_pages,
@@ -92,23 +98,21 @@ def _kv_cache(stats: "EngineStats", maker: "_Maker") -> Iterator[Metric]:
 
 
 def _steps(stats: "EngineStats", maker: "_Maker") -> Iterator[Metric]:
-    tokens = stats.all_steps
+    scheduler, tokens = stats.scheduler, stats.scheduler.all_steps
     by_kind: Values = {
-        ("decode",): tokens.get("num_decode_tokens", 0),
-        ("prefill",): tokens.get("num_prefill_tokens", 0),
-        ("draft",): tokens.get("num_draft_tokens", 0),
+        ("decode",): tokens.num_decode_tokens,
+        ("prefill",): tokens.num_prefill_tokens,
+        ("draft",): tokens.num_draft_tokens,
         ("padding",): stats.num_padded_tokens,
     }
     yield maker.counter("steps", "Steps of the engine.", stats.num_steps)
     yield maker.counter("step_host_seconds", "Time that steps took on the host.", stats.host_s)
     yield maker.counter("step_device_wait_seconds", "Time that the host waited for the device.", stats.device_wait_s)
     num_tokens = sum(by_kind.values()) - stats.num_padded_tokens
-    yield maker.histogram("iteration_tokens_total", "Tokens of each step.", stats.steps_by_size, num_tokens)
+    yield maker.histogram("iteration_tokens_total", "Tokens of each step.", scheduler.steps_by_size, num_tokens)
     yield maker.counters("batch_tokens", "Tokens of steps, by kind; padding is waste.", ("kind",), by_kind)
-    yield maker.counter(
-        "batch_budget_tokens", "Tokens that the steps had room for.", tokens.get("num_budget_tokens", 0)
-    )
-    yield maker.counter("accepted_draft_tokens", "Drafted tokens that were right.", stats.num_accepted_tokens)
+    yield maker.counter("batch_budget_tokens", "Tokens that the steps had room for.", tokens.num_budget_tokens)
+    yield maker.counter("accepted_draft_tokens", "Drafted tokens that were right.", scheduler.num_accepted_tokens)
     for name, text, value in (
         ("device_memory_bytes", "Memory of the first device in use.", stats.memory_bytes),
         ("device_memory_limit_bytes", "Memory that the first device has.", stats.memory_limit_bytes),

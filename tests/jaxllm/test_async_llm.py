@@ -8,6 +8,7 @@ from stream_reading import collect
 
 from jaxllm import AsyncLLM, EngineConfig, InvalidRequestError, SamplingParams
 from jaxllm.engine.engine_stats import EngineStats
+from jaxllm.scheduler import RequestStatus
 
 PROMPTS = ["hello", "a longer prompt, of which each character is a token", "\u03a9mega \U0001f40d", "x"]
 
@@ -49,7 +50,7 @@ class Server:
 
     async def until_idle(self):
         now = time.monotonic()
-        while self.llm.stats.time < now or self.llm.stats.num_running or self.llm.stats.num_waiting:
+        while self.llm.stats.time < now or self.llm.stats.scheduler.num_running or self.llm.stats.scheduler.num_waiting:
             await asyncio.sleep(0.01)
 
     def close(self):
@@ -68,7 +69,7 @@ def _server(tiny_folder):
 def server(_server):
     yield _server
     _server.run(_server.until_idle())
-    assert _server.llm.stats.num_used_pages == 0
+    assert _server.llm.stats.scheduler.num_used_pages == 0
     assert _server.llm.stats.num_compilations_after_start == 0
 
 
@@ -173,10 +174,10 @@ def test_a_request_that_does_not_stream_tells_its_first_token_and_the_rest(serve
 
 def test_continuations_share_the_pages_of_the_prompt(server):
     prompt = [3 + number % 250 for number in range(72)]
-    before = server.llm.stats.num_prefix_hit_tokens
+    before = server.llm.stats.scheduler.num_prefix_hit_tokens
     [deltas] = server.generate([prompt], greedy(n=6, temperature=1.0, seed=1, max_tokens=8))
     server.run(server.until_idle())
-    assert server.llm.stats.num_prefix_hit_tokens - before >= 5 * 64
+    assert server.llm.stats.scheduler.num_prefix_hit_tokens - before >= 5 * 64
     assert len({tuple(delta.token_ids) for delta in deltas}) == 6
     assert sorted(delta.metrics.num_cached_tokens for delta in deltas)[1:] == [64] * 5
 
@@ -250,16 +251,14 @@ def test_the_stats_add_up(server):
     server.run(server.until_idle())
     after = server.llm.stats
     assert isinstance(after, EngineStats)
-    assert after.num_requests["finished_length"] - before.num_requests["finished_length"] == len(PROMPTS)
     assert after.num_output_tokens - before.num_output_tokens == 24 * len(PROMPTS)
+    status = RequestStatus.FINISHED_LENGTH
+    assert after.scheduler.num_requests[status] - before.scheduler.num_requests[status] == len(PROMPTS)
     num_prompt_tokens = sum(len(server.llm.tokenizer.encode(prompt)) for prompt in PROMPTS)
-    num_cached_tokens = after.num_prefix_hit_tokens - before.num_prefix_hit_tokens
-    assert (
-        after.all_steps["num_prefill_tokens"]
-        + after.all_steps["num_decode_tokens"]
-        - before.all_steps["num_prefill_tokens"]
-        - before.all_steps["num_decode_tokens"]
-    ) >= num_prompt_tokens + 23 * len(PROMPTS) - num_cached_tokens
+    num_cached_tokens = after.scheduler.num_prefix_hit_tokens - before.scheduler.num_prefix_hit_tokens
+    then, now = before.scheduler.all_steps, after.scheduler.all_steps
+    num_tokens = now.num_prefill_tokens + now.num_decode_tokens - then.num_prefill_tokens - then.num_decode_tokens
+    assert num_tokens >= num_prompt_tokens + 23 * len(PROMPTS) - num_cached_tokens
     assert after.num_steps - before.num_steps >= 24
     assert after.host_s > before.host_s
     assert after.device_wait_s >= before.device_wait_s

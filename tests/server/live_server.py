@@ -65,7 +65,7 @@ class LiveServer:
             stats = self.llm.stats if self.llm is not None else None
             if stats is None or stats.time < start:
                 return False
-            return stats.num_running == stats.num_waiting == stats.num_used_pages == 0
+            return stats.scheduler.num_running == stats.scheduler.num_waiting == stats.scheduler.num_used_pages == 0
 
         self.wait_for(is_idle, timeout_s)
 

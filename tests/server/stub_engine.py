@@ -15,7 +15,6 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Literal
 
@@ -169,20 +168,13 @@ class StubEngine:
         return output
 
     def stats(self) -> EngineStats:
-        stats = self.scheduler.stats()
-        known = {
-            "time": time.monotonic(),
-            "num_steps": self._num_steps,
-            "host_s": self._host_s,
-            "num_output_tokens": self._num_output_tokens,
-            "memory_bytes": None,
-            "memory_limit_bytes": None,
-            "num_requests": {status.value: number for status, number in stats.num_requests.items()},
-            "last_step": asdict(stats.last_step),
-            "all_steps": asdict(stats.all_steps),
-        }
-        names = [field.name for field in fields(EngineStats)]
-        return EngineStats(**{name: known.get(name, getattr(stats, name, 0)) for name in names})
+        return EngineStats(
+            time=time.monotonic(),
+            num_steps=self._num_steps,
+            host_s=self._host_s,
+            num_output_tokens=self._num_output_tokens,
+            scheduler=self.scheduler.stats(),
+        )
 
     def reset_prefix_cache(self, *, force: bool) -> bool:
         return self.scheduler.reset_prefix_cache(force=force)

@@ -54,11 +54,8 @@ async def load(server: ServerDep) -> dict[str, Any]:
     where a request with n choices counts n times.
     """
     stats = server.llm.stats
-    counts = {} if stats is None else stats.num_requests
-    num_unfinished = sum(number for status, number in counts.items() if not status.startswith("finished_"))
-    num_running = 0 if stats is None else stats.num_running
     return {
         "server_load": server.drain.board.total_active,
-        "num_running": num_running,
-        "num_waiting": num_unfinished - num_running,
+        "num_running": 0 if stats is None else stats.scheduler.num_running,
+        "num_waiting": 0 if stats is None else stats.scheduler.num_waiting,
     }

@@ -50,40 +50,45 @@ def _engine(llm: "AsyncLLM") -> Mapping[str, Any]:
 
 
 def _now(stats: "EngineStats") -> Mapping[str, Any]:
-    num_device_pages = stats.num_used_pages + stats.num_free_pages
+    scheduler, tokens = stats.scheduler, stats.scheduler.all_steps
+    num_device_pages = scheduler.num_used_pages + scheduler.num_free_pages
+    counts = scheduler.num_requests.items()
     return {
-        "num_running": stats.num_running,
-        "num_waiting": stats.num_waiting,
-        "requests": {name: count for name, count in stats.num_requests.items() if not name.startswith("finished")},
-        "finished": {
-            name.removeprefix("finished_"): count
-            for name, count in stats.num_requests.items()
-            if name.startswith("finished")
-        },
-        "queue": {"num_tokens": stats.num_queued_tokens, "age_s": stats.queue_age_s},
-        "kv_cache_usage": kv_cache_usage(stats),
+        "num_running": scheduler.num_running,
+        "num_waiting": scheduler.num_waiting,
+        "requests": {status.value: count for status, count in counts if not status.is_finished},
+        "finished": {status.value.removeprefix("finished_"): count for status, count in counts if status.is_finished},
+        "queue": {"num_tokens": scheduler.num_queued_tokens, "age_s": scheduler.queue_age_s},
+        "kv_cache_usage": kv_cache_usage(scheduler),
         "pages": {
-            "device": {"used": stats.num_used_pages, "cached": stats.num_cached_pages, "total": num_device_pages},
-            "host": {"cached": stats.num_host_pages},
+            "device": {
+                "used": scheduler.num_used_pages,
+                "cached": scheduler.num_cached_pages,
+                "total": num_device_pages,
+            },
+            "host": {"cached": scheduler.num_host_pages},
         },
         "page_moves": {
-            "saved": stats.num_saved_pages,
-            "loaded": stats.num_loaded_pages,
-            "lost": stats.num_lost_pages,
-            "failed": stats.num_failed_pages,
-            "stalls": stats.num_stalls,
-            "stall_s": stats.stall_s,
+            "saved": scheduler.num_saved_pages,
+            "loaded": scheduler.num_loaded_pages,
+            "lost": scheduler.num_lost_pages,
+            "failed": scheduler.num_failed_pages,
+            "stalls": scheduler.num_stalls,
+            "stall_s": scheduler.stall_s,
         },
-        "prefix_cache": {"query_tokens": stats.num_prefix_query_tokens, "hit_tokens": stats.num_prefix_hit_tokens},
-        "num_preemptions": stats.num_preemptions,
+        "prefix_cache": {
+            "query_tokens": scheduler.num_prefix_query_tokens,
+            "hit_tokens": scheduler.num_prefix_hit_tokens,
+        },
+        "num_preemptions": scheduler.num_preemptions,
         "steps": {
             "count": stats.num_steps,
             "host_s": stats.host_s,
             "device_wait_s": stats.device_wait_s,
             "output_tokens": stats.num_output_tokens,
-            "decode_tokens": stats.all_steps.get("num_decode_tokens", 0),
-            "prefill_tokens": stats.all_steps.get("num_prefill_tokens", 0),
-            "draft_tokens": stats.all_steps.get("num_draft_tokens", 0),
+            "decode_tokens": tokens.num_decode_tokens,
+            "prefill_tokens": tokens.num_prefill_tokens,
+            "draft_tokens": tokens.num_draft_tokens,
             "padding_tokens": stats.num_padded_tokens,
             "compilations_after_start": stats.num_compilations_after_start,
         },

@@ -6,6 +6,7 @@ import pytest
 from jaxllm.engine.core_output import CoreOutput
 from jaxllm.engine.core_request import CoreRequest
 from jaxllm.outputs import TokenLogprobs
+from jaxllm.scheduler import RequestStatus
 
 rng = np.random.default_rng(3)
 PROMPTS = [rng.integers(3, 256, length).tolist() for length in (40, 9, 100, 25)]
@@ -242,7 +243,7 @@ def test_logits_that_are_no_numbers_end_their_own_request_and_no_other(core, poi
         assert ear.token_ids.get(str(number), []) == whole[:num_sound]
     assert all("are NaN or infinite; compare the model's files" in ear.ends[name][1] for name in failed)
     assert core.stats().num_unsound - num_before == len(failed)
-    assert core.stats().num_requests["finished_error"] >= len(failed)
+    assert core.scheduler.stats().num_requests[RequestStatus.FINISHED_ERROR] >= len(failed)
 
 
 def test_what_was_computed_from_nan_is_found_by_nobody_and_spoils_no_page(core, poison):

@@ -171,9 +171,9 @@ def test_a_tenant_over_its_quota_is_told_429_and_others_are_served(guarded):
 
     with httpx.Client(base_url=guarded.url, timeout=60) as client, ThreadPoolExecutor(4) as pool:
         first = pool.submit(post, client, BOB, 30)
-        guarded.wait_for(lambda: guarded.llm.stats.num_running == 1)
+        guarded.wait_for(lambda: guarded.llm.stats.scheduler.num_running == 1)
         second = pool.submit(post, client, BOB, 1)
-        guarded.wait_for(lambda: guarded.llm.stats.num_waiting == 1)
+        guarded.wait_for(lambda: guarded.llm.stats.scheduler.num_waiting == 1)
         third = post(client, BOB, 1)
         assert third.status_code == 429, third.text
         assert int(third.headers["retry-after"]) >= 1

@@ -132,7 +132,7 @@ def test_a_client_that_leaves_frees_its_pages_at_once(stub_server, path, stream)
     with socket.create_connection((address.host, address.port)) as connection:
         head = f"POST {path} HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\n"
         connection.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
-        stub_server.wait_for(lambda: stub_server.llm.stats.num_running == 3)
+        stub_server.wait_for(lambda: stub_server.llm.stats.scheduler.num_running == 3)
         if stream:
             assert connection.recv(1000).startswith(b"HTTP/1.1 200 OK")
     stub_server.wait_until_idle(timeout_s=1.0)
@@ -143,7 +143,8 @@ def test_a_client_that_stops_reading_gets_the_rest_in_fewer_chunks(stub_server):
     """What it has not read grows neither here nor in the engine, and the answer is complete."""
     body = {"model": "stub", "stream": True, "prompt": "ab", "max_tokens": 2000}
     with httpx.stream("POST", stub_server.url + "/v1/completions", json=body) as response:
-        stub_server.wait_for(lambda: stub_server.llm.stats.num_running == 0 and stub_server.llm.stats.num_waiting == 0)
+        stub_server.wait_for(lambda: stub_server.llm.stats.scheduler.num_running == 0)
+        stub_server.wait_for(lambda: stub_server.llm.stats.scheduler.num_waiting == 0)
         events = response.read().decode().split("\n\n")
     texts = [json.loads(event[6:])["choices"][0]["text"] for event in events[:-2]]
     assert "".join(texts) == "ab" * 1000
@@ -156,7 +157,7 @@ def test_clients_do_not_notice_what_keeps_a_stream_alive(start_stub):
     slow = {"model": "stub", "prompt": "!slow", "max_tokens": 30}
     with ThreadPoolExecutor(4) as pool:
         busy = pool.submit(httpx.post, server.url + "/v1/completions", json=slow, timeout=30)
-        server.wait_for(lambda: server.llm.stats.num_running == 1)
+        server.wait_for(lambda: server.llm.stats.scheduler.num_running == 1)
         raw = pool.submit(httpx.post, server.url + CHAT, json=body, timeout=30)
         client = openai.OpenAI(base_url=server.url + "/v1", api_key="-")
         chunks = pool.submit(lambda: list(client.chat.completions.create(**body)))

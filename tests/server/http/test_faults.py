@@ -26,7 +26,7 @@ def test_an_engine_that_is_killed_ends_its_requests_and_comes_back(start_stub):
             thread.start()
         for stream in streams:
             stream.wait_until_begun()
-        server.wait_for(lambda: server.llm.stats.num_running == 12)
+        server.wait_for(lambda: server.llm.stats.scheduler.num_running == 12)
 
         os.kill(server.process.pid, signal.SIGKILL)
         for stream in streams:
@@ -147,9 +147,9 @@ def test_what_cannot_be_served_is_told_400_by_name(stub_server, field, value, me
 def test_a_queue_that_is_full_is_told_429_at_once(start_stub):
     server = start_stub(engine_options={"max_num_seqs": 1, "max_queued_requests": 2})
     streams = [Streaming(server.url, 30)]
-    server.wait_for(lambda: server.llm.stats.num_running == 1)
+    server.wait_for(lambda: server.llm.stats.scheduler.num_running == 1)
     streams += [Streaming(server.url, 30) for _ in range(2)]
-    server.wait_for(lambda: server.llm.stats.num_waiting == 2)
+    server.wait_for(lambda: server.llm.stats.scheduler.num_waiting == 2)
     start = time.monotonic()
     answer = httpx.post(server.url + "/v1/completions", json={"model": "stub", "prompt": "a"})
     assert time.monotonic() - start < 1

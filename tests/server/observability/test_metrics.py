@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serve_process import ServeProcess
 
 from jaxllm import EngineInfo, EngineStats, SamplingParams
+from jaxllm.scheduler import RequestStatus, SchedulerStats, StepTokens
 from jaxllm.server.observability.finished_request import FinishedRequest
 from jaxllm.server.observability.metrics import Metrics
 from jaxllm.server.observability.recent import NUM_SECONDS, Recent, summarize
@@ -87,7 +88,7 @@ def fake_llm(**stats) -> SimpleNamespace:
         enable_prefix_caching=True,
     )
     return SimpleNamespace(
-        info=info, state="ready", heartbeat_age_s=0.1, num_restarts=0, stats=EngineStats(time=1.0, **stats)
+        info=info, state="ready", heartbeat_age_s=0.1, num_restarts=0, stats=EngineStats(**{"time": 1.0} | stats)
     )
 
 
@@ -124,7 +125,7 @@ def test_dashboards_and_gateways_find_every_metric_by_its_name(prefix):
 def test_the_documentation_has_every_metric_and_no_other():
     page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text(encoding="utf-8")
     documented = re.findall(r"^\| `(\w+)` \| (\w+) \|", page, flags=re.MULTILINE)
-    llm = fake_llm(num_requests={"waiting": 0}, memory_bytes=1, memory_limit_bytes=2)
+    llm = fake_llm(memory_bytes=1, memory_limit_bytes=2)
     text = Metrics(llm, ServerConfig(metrics_prefix="")).text().decode()
     assert sorted(documented) == sorted(re.findall(r"^# TYPE (\w+) (\w+)$", text, flags=re.MULTILINE))
 
@@ -137,20 +138,28 @@ def test_the_cache_is_described_as_gateways_read_it():
 
 def test_what_the_engine_says_is_shown_by_state_reason_and_kind():
     llm = fake_llm(
-        num_requests={"waiting": 3, "preempted": 1, "prefilling": 2, "decoding": 5, "finished_stop": 9},
-        num_used_pages=25,
-        num_free_pages=75,
-        num_cached_pages=30,
-        num_host_pages=7,
-        num_loaded_pages=4,
-        num_stalls=2,
-        num_prefix_query_tokens=640,
-        num_prefix_hit_tokens=320,
         num_padded_tokens=11,
         num_steps=6,
-        steps_by_size=(3, 0, 1, 0, 0, 2),
         host_s=0.5,
-        all_steps={"num_decode_tokens": 40, "num_prefill_tokens": 60},
+        scheduler=SchedulerStats(
+            num_requests={
+                RequestStatus.WAITING: 3,
+                RequestStatus.PREEMPTED: 1,
+                RequestStatus.PREFILLING: 2,
+                RequestStatus.DECODING: 5,
+                RequestStatus.FINISHED_STOP: 9,
+            },
+            num_used_pages=25,
+            num_free_pages=75,
+            num_cached_pages=30,
+            num_host_pages=7,
+            num_loaded_pages=4,
+            num_stalls=2,
+            num_prefix_query_tokens=640,
+            num_prefix_hit_tokens=320,
+            steps_by_size=(3, 0, 1, 0, 0, 2),
+            all_steps=StepTokens(num_decode_tokens=40, num_prefill_tokens=60),
+        ),
     )
     found = samples(Metrics(llm, ServerConfig(metrics_prefix="")).text())
     assert found["num_requests_running",] == 7

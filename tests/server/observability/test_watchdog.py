@@ -7,9 +7,13 @@ import pytest
 from jaxllm.server.observability.watchdog import Watchdog
 
 
+def figures(num_steps, num_running):
+    return SimpleNamespace(num_steps=num_steps, scheduler=SimpleNamespace(num_running=num_running))
+
+
 @pytest.fixture
 def engine():
-    return SimpleNamespace(state="ready", heartbeat_age_s=0.1, stats=SimpleNamespace(num_steps=0, num_running=0))
+    return SimpleNamespace(state="ready", heartbeat_age_s=0.1, stats=figures(num_steps=0, num_running=0))
 
 
 @pytest.fixture
@@ -39,7 +43,7 @@ def test_a_silent_engine_is_a_problem(watchdog, engine):
 
 
 def test_running_requests_without_steps_are_a_problem_although_the_engine_is_heard_of(watchdog, engine, clock):
-    engine.stats = SimpleNamespace(num_steps=5, num_running=1)
+    engine.stats = figures(num_steps=5, num_running=1)
     watchdog.look()
     clock.now += 9
     assert watchdog.problem() is None
@@ -53,7 +57,7 @@ def test_a_new_request_after_a_long_silence_is_no_problem(watchdog, engine, cloc
     watchdog.look()
     clock.now += 1000
     watchdog.look()
-    engine.stats.num_running = 1
+    engine.stats.scheduler.num_running = 1
     assert watchdog.problem() is None
 
 

@@ -23,6 +23,7 @@ from jaxllm.errors import (
     ModelNotFoundError,
     OverloadedError,
 )
+from jaxllm.scheduler import RequestStatus
 
 SERVER_TESTS = str(Path(__file__).parents[3] / "server")  # where the engine without JAX is
 
@@ -66,10 +67,10 @@ class Rig:
 
         def is_idle():
             stats = self.llm.stats
-            return stats.time > now and not (stats.num_running or stats.num_waiting)
+            return stats.time > now and not (stats.scheduler.num_running or stats.scheduler.num_waiting)
 
         await self.until(is_idle)
-        assert self.llm.stats.num_used_pages == 0
+        assert self.llm.stats.scheduler.num_used_pages == 0
 
     def close(self):
         for llm in self.llms:
@@ -152,7 +153,7 @@ def test_a_full_queue_is_an_error_of_its_own(make_rig):
     async def check():
         params = SamplingParams(max_tokens=2000, ignore_eos=True)
         streams = [await rig.llm.submit([5], params)]
-        await rig.until(lambda: rig.llm.stats.num_running)
+        await rig.until(lambda: rig.llm.stats.scheduler.num_running)
         streams += [await rig.llm.submit([5], params) for _ in range(2)]
         with pytest.raises(OverloadedError, match="max_queued_requests is 2"):
             await rig.llm.submit([5], params)
@@ -290,12 +291,13 @@ def test_the_requests_of_a_client_that_is_killed_end(rig):
     program = f"""
         import asyncio, os, signal
         from jaxllm import AsyncLLM, SamplingParams
+        from jaxllm.scheduler import RequestStatus
 
         async def main():
             llm = await AsyncLLM.connect({rig.process.address!r})
             params = SamplingParams(max_tokens=2000, ignore_eos=True)
             streams = [await llm.submit(llm.tokenizer.encode("ab!slow"), params) for number in range(5)]
-            print(llm.stats.num_requests["finished_abort"], flush=True)
+            print(llm.stats.scheduler.num_requests[RequestStatus.FINISHED_ABORT], flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
 
         asyncio.run(main())
@@ -303,7 +305,7 @@ def test_the_requests_of_a_client_that_is_killed_end(rig):
     result = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, check=False)
     assert result.returncode == -signal.SIGKILL
     before = int(result.stdout)
-    rig.run(rig.until(lambda: rig.llm.stats.num_requests["finished_abort"] == before + 5), 5.0)
+    rig.run(rig.until(lambda: rig.llm.stats.scheduler.num_requests[RequestStatus.FINISHED_ABORT] == before + 5), 5.0)
 
 
 def test_heartbeats_come_when_idle_and_under_load(rig):
@@ -353,7 +355,7 @@ def test_a_process_that_dies_ends_its_requests_and_comes_back(make_rig, how):
     async def check():
         pid = rig.process.pid
         answers = [asyncio.ensure_future(rig.answer("abc", max_tokens=2000)) for _ in range(20)]
-        while not rig.llm.stats.num_running:
+        while not rig.llm.stats.scheduler.num_running:
             await asyncio.sleep(0.01)
         died = time.monotonic()
         if how == "killed":
