@@ -168,8 +168,8 @@ class RunningTable:
         return wanted_R
 
     def may_stop(self, token_ids: np.ndarray) -> np.ndarray:
-        """bool, of the shape of `token_ids`: where a token may be a stop token of some row. It seldom is not, which the
-        request's own `stop_token_ids` decides."""
+        """bool, of the shape of `token_ids`. Where it is False, no row has the token among its stop tokens. Where it is
+        True, some row has it, or, seldom, one of the same low bits: the requests' own `stop_token_ids` tell."""
         return self._is_stop[token_ids & _STOP_BITS]
 
     def append_token(self, rows: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
@@ -182,6 +182,17 @@ class RunningTable:
         num_tokens += 1
         self.num_tokens[rows] = num_tokens
         return num_tokens
+
+    def set_drafts(self, row: int, token_ids: Sequence[int]) -> bool:
+        """Drafts for the next step to verify, as many as max_total_tokens leaves room for. False, and nothing is done,
+        for a row whose last token the host does not know, that reads a prompt, or that verifies drafts already."""
+        num_tokens = self.num_tokens.item(row)
+        if not self.is_decoding(row) or self.is_verifying[row] or self.num_total_tokens[row] != num_tokens:
+            return False
+        number = max(0, min(len(token_ids), self.max_total_tokens.item(row) - num_tokens - 1))
+        self.token_ids[row, num_tokens : num_tokens + number] = token_ids[:number]
+        self.num_draft_tokens[row] = number
+        return True
 
     def begin_verification(self) -> None:
         """The rows with drafts have been planned: their drafts count as tokens until `accept_tokens` settles it."""

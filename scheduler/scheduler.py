@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxllm.scheduler.config import SchedulerConfig
 from jaxllm.scheduler.deadlines import Deadlines
+from jaxllm.scheduler.endings import ending, up_to_end
 from jaxllm.scheduler.errors import RequestRefusedError
 from jaxllm.scheduler.host_tier.page_moves import PageMoves
 from jaxllm.scheduler.host_tier.page_returns import PageReturns
@@ -234,7 +235,7 @@ class Scheduler:
         may_end = table.may_stop(token_ids) | (num_tokens == table.max_total_tokens[rows])
         for index in may_end.nonzero()[0].tolist():
             request = requests[index]
-            status = self._end(request, token_ids.item(index), num_tokens.item(index))
+            status = ending(request, token_ids.item(index), num_tokens.item(index), self.config)
             if status is not None:
                 ends[request] = status
         if ends:
@@ -287,7 +288,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """A snapshot for operators, at a cost that does not depend on the load."""
-        table, planner, pages = self.table, self._planner, self._pages
+        table, counts, pages = self.table, self._planner.counts, self._pages
         pool, cache, host_slots, loads = pages.pool, pages.cache, pages.host_slots, pages.loads
         num_preempted = self._waiting.num_preempted
         num_prefilling = int(np.count_nonzero(table.num_total_tokens - table.num_computed_tokens > 1))
@@ -315,16 +316,16 @@ class Scheduler:
             num_loaded_pages=loads.num_loaded_pages,
             num_lost_pages=host_slots.num_lost_pages,
             num_failed_pages=host_slots.num_failed_pages,
-            num_stalls=planner.num_stalls,
-            stall_s=planner.stall_s,
-            num_preemptions=planner.num_preemptions,
-            num_recomputed_tokens=planner.num_recomputed_tokens,
+            num_stalls=counts.num_stalls,
+            stall_s=counts.stall_s,
+            num_preemptions=counts.num_preemptions,
+            num_recomputed_tokens=counts.num_recomputed_tokens,
             num_prefix_query_tokens=cache.num_queried_tokens,
             num_prefix_hit_tokens=cache.num_hit_tokens,
             num_accepted_tokens=self._num_accepted_tokens,
-            last_step=planner.last_step,
-            all_steps=planner.all_steps,
-            steps_by_size=planner.steps_by_size,
+            last_step=counts.last_step,
+            all_steps=counts.all_steps,
+            steps_by_size=counts.steps_by_size,
         )
 
     def check_integrity(self) -> None:
@@ -385,9 +386,7 @@ class Scheduler:
             request = self._in_flight.take_awaited(plan, row) if is_gone_S[index] else table.requests[row]
             if request is None:
                 continue
-            token_ids, status = self._up_to_end(
-                request, sampled.token_ids[index, :num_sampled].tolist(), request.num_tokens
-            )
+            token_ids, status = up_to_end(request, sampled.token_ids[index, :num_sampled].tolist(), self.config)
             if is_gone_S[index]:
                 self._waiting.append_tokens(request, token_ids)
             else:
@@ -397,20 +396,3 @@ class Scheduler:
             if status is not None:
                 self._finish(request, status)
         return is_simple_S, others
-
-    def _up_to_end(
-        self, request: Request, token_ids: list[int], num_tokens: int
-    ) -> tuple[list[int], RequestStatus | None]:
-        """Those of the tokens after the first `num_tokens` of a request that belong to it, and how it ends, if so."""
-        for number, token_id in enumerate(token_ids, 1):
-            if (status := self._end(request, token_id, num_tokens + number)) is not None:
-                return token_ids[:number], status
-        return token_ids, None
-
-    def _end(self, request: Request, token_id: int, num_tokens: int) -> RequestStatus | None:
-        """How a request ends with this token, which makes it so long; None if it does not."""
-        if token_id in request.stop_token_ids and num_tokens >= request.num_prompt_tokens + request.min_tokens:
-            return RequestStatus.FINISHED_STOP
-        if num_tokens == self.config.max_total_tokens(request.num_prompt_tokens, request.max_tokens):
-            return RequestStatus.FINISHED_LENGTH
-        return None

@@ -1,7 +1,6 @@
 """Who runs in the next step, how many tokens each, and in which pages."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -14,7 +13,7 @@ from jaxllm.scheduler.pacing import Pacing
 from jaxllm.scheduler.policy import Policy
 from jaxllm.scheduler.request import Request, RequestStatus
 from jaxllm.scheduler.running_table import RunningTable
-from jaxllm.scheduler.stats import StepTokens
+from jaxllm.scheduler.step_counts import StepCounts
 from jaxllm.scheduler.step_plan import StepPlan
 from jaxllm.scheduler.tenants import TenantLedger
 from jaxllm.scheduler.waiting_queue import WaitingQueue
@@ -54,8 +53,6 @@ class StepPlanner:
         self._pacing = pacing
         self._in_flight = in_flight
         self._returns = returns
-        self.num_preemptions = 0  # since the start
-        self.num_recomputed_tokens = 0
         self._policy = policy
         self._is_fair = config.scheduling_policy == "fair"
         self._waiting = waiting
@@ -63,13 +60,7 @@ class StepPlanner:
         self._prompt_row: int | None = None  # the one row in the middle of its prompt
         self._has_drafts = False
         self._started: list[Request] = []  # in the step that is being planned
-        self._last_plan: StepPlan | None = None
-        self._mixed_steps = StepTokens()
-        self._num_other_tokens = 0  # of the steps of decodes only
-        self._steps_by_size = [0] * ((config.max_num_batched_tokens - 1).bit_length() + 1)
-        self._stalled_since: float | None = None
-        self.num_stalls = 0  # since the start
-        self.stall_s = 0.0
+        self.counts = StepCounts(config.max_num_batched_tokens)
 
     @property
     def num_running(self) -> int:
@@ -79,25 +70,6 @@ class StepPlanner:
     def _num_reserved_pages(self) -> int:
         """For the running rows: the next page of each, in each group; and what those that wait for pages lack."""
         return self.num_running * self._config.num_groups + self._pages.loads.num_reserved_pages
-
-    @property
-    def last_step(self) -> StepTokens:
-        """Tokens of the last plan."""
-        if self._last_plan is None:
-            return StepTokens()
-        return StepTokens.of(self._last_plan, self._config.max_num_batched_tokens)
-
-    @property
-    def all_steps(self) -> StepTokens:
-        """Tokens of all plans."""
-        num_budget_tokens = self._table.step_number * self._config.max_num_batched_tokens
-        num_decode_tokens = self._mixed_steps.num_decode_tokens + self._num_other_tokens
-        return replace(self._mixed_steps, num_decode_tokens=num_decode_tokens, num_budget_tokens=num_budget_tokens)
-
-    @property
-    def steps_by_size(self) -> tuple[int, ...]:
-        """See `SchedulerStats`."""
-        return tuple(self._steps_by_size)
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can run. The table then counts its tokens as computed."""
@@ -115,29 +87,22 @@ class StepPlanner:
             self._tenants.charge(self._table.tenant, served_R)
         if self._prompt_row is not None or self._waiting:
             may_admit = not has_preempted and self._pacing.window_s(self._waiting, now) == 0.0
-            budget = left = self._prompt_budget(scheduled_R, now)
+            budget = rest = self._prompt_budget(scheduled_R, now)
             if (reading_row := self._prompt_row) is not None:
-                left = self._read_on(reading_row, scheduled_R, budget, may_admit)
+                rest = self._read_on(reading_row, scheduled_R, budget, may_admit)
             if may_admit:
-                left = self._admit(scheduled_R, left, reading_row)
+                rest = self._admit(scheduled_R, rest, reading_row)
                 if len(self._pages.host_slots) and not self._table.num_free_rows:
                     self._prefetch(reading_row)
-            is_mixed = is_mixed or left < budget
+            is_mixed = is_mixed or rest < budget
         plan = self._commit(scheduled_R, is_mixed, now)
         if self._config.num_host_pages:
-            self._note_stall(plan, now)
+            self.counts.note_stall(plan is None and len(self._pages.loads) > 0 and not self._in_flight, now)
         return plan
 
     def propose(self, request: Request, token_ids: Sequence[int]) -> None:
         """Drafts of the next tokens of a request, for the next step to verify."""
-        table, row = self._table, request.row
-        if row is None or not table.is_decoding(row) or table.is_verifying[row]:
-            return
-        num_tokens = int(table.num_tokens[row])
-        if table.num_total_tokens[row] == num_tokens:
-            number = max(0, min(len(token_ids), int(table.max_total_tokens[row]) - num_tokens - 1))
-            table.token_ids[row, num_tokens : num_tokens + number] = token_ids[:number]
-            table.num_draft_tokens[row] = number
+        if request.row is not None and self._table.set_drafts(request.row, token_ids):
             self._has_drafts = True
 
     def preempt(self, request: Request, scheduled_R: np.ndarray | None = None) -> None:
@@ -149,7 +114,7 @@ class StepPlanner:
         self._in_flight.await_tokens(request, row)
         if scheduled_R is not None:
             scheduled_R[row] = 0
-        self.num_preemptions += 1
+        self.counts.num_preemptions += 1
         request.num_given_up_tokens = min(int(self._table.num_computed_tokens[row]), request.num_tokens)
         self.leave_rows([request])
         request.move_to(RequestStatus.PREEMPTED)
@@ -169,7 +134,7 @@ class StepPlanner:
         if request in self._pages.loads:
             self._pages.loads.end(request)
             if not len(self._pages.loads):
-                self._stalled_since = None
+                self.counts.forget_stall()
         else:
             self._waiting.remove(request)
 
@@ -186,11 +151,8 @@ class StepPlanner:
     # The parts of `plan`, in order.
 
     def _give_pages_to_decodes(self, scheduled_R: np.ndarray) -> bool:
-        """Gives a page to each one-token row that has filled its own. Preempts until there are enough pages, or takes
-        them from a request that waits for its own to come from the host.
-
-        Returns whether it had to.
-        """
+        """Gives a page to each one-token row that has filled its own. Returns whether it had to preempt for that, or to
+        take pages from a request that waits for its own to come from the host."""
         table = self._table
         rows = (table.num_computed_tokens + scheduled_R > table.num_slots).nonzero()[0]
         if self._prompt_row is not None:
@@ -230,7 +192,7 @@ class StepPlanner:
         return int(scheduled_R.sum()) - (0 if self._prompt_row is None else int(scheduled_R[self._prompt_row]))
 
     def _prompt_budget(self, scheduled_R: np.ndarray, now: float) -> int:
-        """Tokens of prompts that the step may read: what is left of the budget, or what the targets allow."""
+        """Tokens of prompts that the step may read: the rest of the budget, or what the targets allow."""
         num_others = self._num_served(scheduled_R)
         budget = self._config.max_num_batched_tokens - num_others
         if self._config.tpot_target_ms is None:
@@ -244,9 +206,9 @@ class StepPlanner:
     def _read_on(self, row: int, scheduled_R: np.ndarray, budget: int, may_admit: bool) -> int:
         """Cuts the row in the middle of its prompt down to the budget and to the free pages.
 
-        There is at most one such row, as a request is admitted only with budget that those before it left. A
-        waiting request of lower priority number takes its place, where the cache keeps what has been computed.
-        Returns what is left of the budget.
+        There is at most one such row, as a request is admitted only to the rest of the budget. A waiting request of
+        lower priority number takes its place, where the cache keeps what has been computed. Returns the rest of the
+        budget.
         """
         table = self._table
         if budget and may_admit and self._policy.preempts and self._is_better_read_instead(row):
@@ -285,7 +247,7 @@ class StepPlanner:
 
         Those whose first pages are being computed for another, such as `reading_row`, are passed over; those whose
         pages lie on the host set out to get them. One whose last token is on its way is waited for, so that nobody
-        takes its place. Returns what is left of the budget.
+        takes its place. Returns the rest of the budget.
         """
         deferred: list[Request] = []
         has_begun, may_set_out = False, True
@@ -297,7 +259,9 @@ class StepPlanner:
                 self._pages.begin_admissions(reading_row)
                 has_begun = True
             if self._config.prefix_window > 1:
-                request = self._longest_match(request)
+                request = self._waiting.best_of_equals(
+                    request, self._config.prefix_window, lambda other: len(self._pages.cache.match(other))
+                )
             if request.num_awaited_plans:
                 break
             shared_pages = self._pages.match(request)
@@ -343,7 +307,7 @@ class StepPlanner:
         row = self._table.admit(request, self._tenants.start(request))
         self._pages.admit(row, request, shared_pages, num_computed + num_tokens)
         if request.num_given_up_tokens:
-            self.num_recomputed_tokens += max(0, request.num_given_up_tokens - num_computed)
+            self.counts.num_recomputed_tokens += max(0, request.num_given_up_tokens - num_computed)
             request.num_given_up_tokens = 0
         scheduled_R[row] = num_tokens
         if self._is_fair:
@@ -395,34 +359,12 @@ class StepPlanner:
             time=now,
         )
         self._in_flight.push(plan)
-        self._last_plan = plan
-        self._steps_by_size[(num_tokens - 1).bit_length()] += 1
-        if is_mixed:
-            self._mixed_steps += StepTokens.of(plan, self._config.max_num_batched_tokens)
-        else:
-            self._num_other_tokens += num_tokens
+        self.counts.add(plan, is_mixed=is_mixed)
         return plan
-
-    def _note_stall(self, plan: StepPlan | None, now: float) -> None:
-        """Counts the time in which the device has nothing to do because pages are on their way from the host."""
-        is_stalled = plan is None and len(self._pages.loads) > 0 and not self._in_flight
-        if self._stalled_since is not None:
-            self.stall_s += now - self._stalled_since
-        elif is_stalled:
-            self.num_stalls += 1
-        self._stalled_since = now if is_stalled else None
 
     def _first_waiting(self) -> Request | None:
         """The next in the order of the policy whose tenant may run more."""
         return self._waiting.first(self._tenants.may_run_more if self._tenants.limits_running else None)
-
-    def _longest_match(self, first: Request) -> Request:
-        """The one that shall start instead of `first`, among its equals: that with most in the prefix cache. Who has
-        been overtaken often enough lets nobody pass."""
-        window = self._config.prefix_window
-        equals = self._waiting.equals_of(first, window)
-        last = next((index for index, other in enumerate(equals) if other.num_times_overtaken >= window), window)
-        return max(equals[: last + 1], key=lambda request: len(self._pages.cache.match(request)))
 
     def _may_take_a_row(self) -> bool:
         """Whether to look for a waiting request that takes the row of a running one."""
@@ -438,10 +380,8 @@ class StepPlanner:
         Reserved pages do not count as free: else a prompt would often be read only to be preempted.
         """
         pages, table, num_groups = self._pages, self._table, self._config.num_groups
-        num_free_rows = table.num_free_rows
-        num_reserved = (table.num_rows - num_free_rows) * num_groups + pages.loads.num_reserved_pages
-        num_spare = pages.pool.num_free_pages - num_reserved
-        if num_free_rows and pages.num_missing(request, shared_pages) <= num_spare:
+        num_spare = pages.num_free_pages - self._num_reserved_pages
+        if table.num_free_rows and pages.num_missing(request, shared_pages) <= num_spare:
             return True
         if not self._outranks_some(request):
             return False

@@ -48,9 +48,12 @@ class WaitingQueue:
         """Whether a request of a lower priority number waits. Costs nothing that grows with the lines."""
         return any(own < priority for own in self._num_lines)
 
-    def equals_of(self, request: Request, number: int) -> list[Request]:
-        """The first requests of its line, at most `number`."""
-        return self._lines[request.tenant, request.priority][:number]
+    def best_of_equals(self, first: Request, window: int, value: Callable[[Request], int]) -> Request:
+        """Of `first` and those behind it in its line, `window` in all, the one of the highest value. A request that
+        others have overtaken `window` times is overtaken by nobody."""
+        equals = self._lines[first.tenant, first.priority][:window]
+        last = next((index for index, other in enumerate(equals) if other.num_times_overtaken >= window), window)
+        return max(equals[: last + 1], key=value)
 
     def note_overtaking(self, request: Request) -> None:
         """A request of its line is going to start before those in front of it."""

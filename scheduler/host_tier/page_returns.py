@@ -15,10 +15,13 @@ _STEPS_BETWEEN_LOOKS = 8
 class PageReturns:
     """Moves requests between the queue and the loads of pages.
 
-    A request whose pages lie on the host leaves the queue with room for all its tokens secured, and blocks nobody. It
-    comes back to its place in line when they are on the device, or will not come. Where there is room already, they
-    are asked for as the request would start; while all rows are taken, some steps ahead. If they get lost again before
-    it has started, it computes them: else others that start meanwhile could keep it from starting for ever.
+    A request whose pages lie on the host waits for them outside of the queue, so that it holds up nobody. Room for all
+    its tokens is reserved when it leaves the queue. It takes its old place in line when its pages are on the device, or
+    will not come.
+
+    Where there is room, the pages are asked for when the request would start. While all rows are taken, those of the
+    next requests are asked for some steps ahead. A request whose pages get lost again before it has started computes
+    them: if it waited a second time, others that start meanwhile could keep it from starting for ever.
     """
 
     def __init__(self, config: SchedulerConfig, pages: KVPages, waiting: WaitingQueue, pacing: Pacing) -> None:
@@ -31,16 +34,16 @@ class PageReturns:
         self._next_look = 0
 
     def wanted(self, request: Request, shared_pages: Sequence[int]) -> HostPrefix | None:
-        """What should be brought back before the request starts, beyond the pages of the device that it would share.
-        None, also where computing it again is expected to take less time."""
+        """The pages on the host that should be brought back before the request starts, behind `shared_pages`, which it
+        shares on the device. None if there are none, or if computing them is expected to take less time."""
         if request.has_pages_back:
             return None
         prefix = self._pages.on_host(request, shared_pages)
         return prefix if prefix is not None and self._is_worth(prefix) else None
 
     def note_start(self, request: Request, shared_pages: Sequence[int]) -> None:
-        """The request starts. If that leaves pages on the host, the estimate that was against them fades, or it would
-        never be put right."""
+        """The request starts. If it computes pages that lie on the host, the estimated time of a copy is lowered a
+        little: without copies, nothing else would ever correct the estimate."""
         if self._config.kv_return_by != "auto" or request.has_pages_back:
             return
         if self._pages.on_host(request, shared_pages) is not None:
@@ -58,16 +61,16 @@ class PageReturns:
         self._pages.begin_load(request, prefix, shared_pages)
 
     def is_prefetch_due(self, first: Request | None, step_number: int) -> bool:
-        """Whether it is time to look at the next requests, `first` of which is the first: what lies where changes in
-        each step, but a look costs what their prompts are long."""
+        """Whether to look for pages of the next requests, of which `first` is the first. That is worth while when
+        another request is the first, and every few steps: a look takes time that grows with their prompts."""
         if first is None or (first is self._last_first and step_number < self._next_look):
             return False
         self._last_first, self._next_look = first, step_number + _STEPS_BETWEEN_LOOKS
         return True
 
     def prefetch(self, num_row_pages: int, first_waiting: Callable[[], Request | None]) -> None:
-        """Begins to bring back pages of the next requests, which find no row yet. So many free pages are left to the
-        running rows."""
+        """Begins to bring back pages of the next requests, for which there is no row yet. The running rows keep
+        `num_row_pages` free pages."""
         passed: list[Request] = []
         while len(passed) < self._config.prefetch_window and (request := first_waiting()) is not None:
             if request.num_awaited_plans:
