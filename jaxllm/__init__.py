@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jaxllm.errors import ConfigError, EngineDeadError, InvalidRequestError, JaxLLMError, OverloadedError
     from jaxllm.llm import LLM
     from jaxllm.outputs import CompletionOutput, OutputDelta, RequestMetrics, RequestOutput, TokenLogprobs
+    from jaxllm.request_options import RequestOptions
     from jaxllm.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
@@ -40,6 +41,7 @@ _HOMES = {
     "OutputStream": "engine.text.output_stream",
     "OverloadedError": "errors",
     "RequestMetrics": "outputs",
+    "RequestOptions": "request_options",
     "RequestOutput": "outputs",
     "SamplingParams": "sampling_params",
     "TenantConfig": "config",
@@ -64,6 +66,7 @@ __all__ = [
     "OutputStream",
     "OverloadedError",
     "RequestMetrics",
+    "RequestOptions",
     "RequestOutput",
     "SamplingParams",
     "TenantConfig",

@@ -7,7 +7,8 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.core_output import CoreOutput
@@ -23,6 +24,7 @@ from jaxllm.engine.text.output_stream import OutputStream
 from jaxllm.errors import InvalidRequestError
 from jaxllm.loading.sources import open_checkpoint
 from jaxllm.outputs import OutputDelta
+from jaxllm.request_options import DEFAULT_OPTIONS, RequestOptions
 from jaxllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -134,27 +136,21 @@ class AsyncLLM:
         self,
         prompt_token_ids: list[int],
         params: SamplingParams,
+        options: RequestOptions = DEFAULT_OPTIONS,
         *,
         request_id: str | None = None,
-        priority: int = 0,
-        tenant: str = "",
-        cache_salt: str = "",
-        timeout_s: float | None = None,
-        queue_timeout_s: float | None = None,
         streams: bool = True,
+        **changes: Any,
     ) -> OutputStream:
         """Queues a request. Returns when the engine has taken it in.
 
         Args:
           prompt_token_ids: at least one, fewer than max_model_len, within the vocabulary.
+          options: how it is to be served.
           request_id: for messages, and for `abort`; a new one if it is left out.
-          priority: lower runs first.
-          tenant: on whose account it runs.
-          cache_salt: it shares cached prefixes with requests of the same salt only.
-          timeout_s, queue_timeout_s: it ends (with the reason "timeout") when it has not finished, or not started, in
-            this time.
           streams: False where the deltas are not shown as they come, which is cheaper: there is one with the first
             token, and one at the end. With stop strings they come all the same.
+          changes: single ones of the options, by their names, such as ``priority=1``.
 
         Raises InvalidRequestError, OverloadedError if there is no room now, or EngineDeadError.
         """
@@ -165,16 +161,12 @@ class AsyncLLM:
         now = time.monotonic()
         request = CoreRequest.of(
             params,
+            replace(options, **changes) if changes else options,
             info=self.info,
             request_id=request_id,
             prompt_token_ids=prompt_token_ids,
-            streams=streams,
             arrival_time=now,
-            priority=priority,
-            tenant=tenant,
-            cache_salt=cache_salt,
-            timeout_s=timeout_s,
-            queue_timeout_s=queue_timeout_s,
+            streams=streams,
         )
         handles = [next(self._handles) for _ in range(params.n)]
         stream = OutputStream(request_id, handles, self._leave)

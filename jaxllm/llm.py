@@ -15,6 +15,7 @@ from jaxllm.conversation import Conversation
 from jaxllm.engine.engine import Engine
 from jaxllm.errors import InvalidRequestError
 from jaxllm.outputs import RequestOutput
+from jaxllm.request_options import RequestOptions
 from jaxllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        **options: Any,
     ) -> list[RequestOutput]:
         """Continues each prompt; all run together, and the outputs come in the order of the prompts.
 
@@ -69,6 +71,7 @@ class LLM:
           prompts: one or several.
           sampling_params: for all, or one for each.
           use_tqdm: shows a progress bar with tokens/s.
+          options: of all requests; see `RequestOptions`.
 
         Raises InvalidRequestError before anything has run, naming the prompt that is at fault.
         """
@@ -76,7 +79,7 @@ class LLM:
             prompts = [prompts]
         _check_list("prompts", prompts)
         tokenized = [self._tokenize(prompt, f"prompt {i}") for i, prompt in enumerate(prompts)]
-        return self._run(tokenized, sampling_params, use_tqdm)
+        return self._run(tokenized, sampling_params, RequestOptions(**options), use_tqdm)
 
     def chat(
         self,
@@ -84,24 +87,26 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        **options: Any,
     ) -> list[RequestOutput]:
         """Answers a conversation, or several, in the form that the model's chat template gives them.
 
-        A control token that somebody has written into a message is text.
+        A control token that somebody has written into a message is text. The arguments are those of `generate`.
         """
         _check_list("messages", messages)
         conversations: Sequence[Any] = messages
         if messages and isinstance(messages[0], Mapping):
             conversations = [messages]
         prompts = [self._render(conversation, f"conversation {i}") for i, conversation in enumerate(conversations)]
-        return self._run(prompts, sampling_params, use_tqdm)
+        return self._run(prompts, sampling_params, RequestOptions(**options), use_tqdm)
 
     def stream(
-        self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None
+        self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None, **options: Any
     ) -> Generator[str, None, RequestOutput]:
         """The text of one answer, piece by piece, for a prompt or for a conversation.
 
-        Closing the iterator aborts the request. Its `return` value (of `yield from`) is the RequestOutput.
+        The options are those of `RequestOptions`. Closing the iterator aborts the request. Its `return` value (of
+        `yield from`) is the RequestOutput.
         """
         if isinstance(prompt, str | Mapping):
             text, token_ids = self._tokenize(prompt, "the prompt")
@@ -112,7 +117,9 @@ class LLM:
             raise InvalidRequestError(f"n is {params.n}; a stream is one answer. Leave n at 1, or use `generate`.")
         request_id = self._next_id()
         pieces: list[str] = []
-        self.engine.add_request(request_id, token_ids, params, prompt=text, on_text=pieces.append)
+        self.engine.add_request(
+            request_id, token_ids, params, RequestOptions(**options), prompt=text, on_text=pieces.append
+        )
         try:
             while True:
                 yield from pieces
@@ -127,6 +134,7 @@ class LLM:
         self,
         prompts: Sequence[tuple[str | None, list[int]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        options: RequestOptions,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         if isinstance(sampling_params, SamplingParams) or sampling_params is None:
@@ -143,7 +151,7 @@ class LLM:
             for i, request_id in enumerate(request_ids):
                 text, token_ids = prompts[i]
                 try:
-                    self.engine.add_request(request_id, token_ids, params[i], prompt=text)
+                    self.engine.add_request(request_id, token_ids, params[i], options, prompt=text)
                 except InvalidRequestError as error:
                     raise InvalidRequestError(f"prompt {i}: {error}") from error
             with tqdm(total=len(prompts), desc="Generating", unit="req", disable=not use_tqdm) as bar:

@@ -11,6 +11,7 @@ from jaxllm.scheduler.config import SchedulerConfig
 from jaxllm.scheduler.errors import RequestRefusedError, SchedulerBusyError, SchedulerConfigError
 from jaxllm.scheduler.host_tier.page_moves import PageMoves
 from jaxllm.scheduler.request import Request, RequestStatus
+from jaxllm.scheduler.request_options import RequestOptions
 from jaxllm.scheduler.running_table import RunningTable
 from jaxllm.scheduler.sampled_tokens import SampledTokens
 from jaxllm.scheduler.sampling_row import SamplingRow
@@ -26,6 +27,7 @@ __all__ = [
     "Field",
     "PageMoves",
     "Request",
+    "RequestOptions",
     "RequestRefusedError",
     "RequestStatus",
     "RunningTable",

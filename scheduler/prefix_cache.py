@@ -157,7 +157,7 @@ class PrefixCache:
 
 def _root_key(request: Request) -> bytes:
     """Lengths are part of it, so that no salt reads like another's with an adapter."""
-    if not request.adapter_id and not request.cache_salt:
+    if not request.adapter_id and not request.options.cache_salt:
         return b""
-    adapter, salt = (name.encode(errors="surrogatepass") for name in (request.adapter_id, request.cache_salt))
+    adapter, salt = (name.encode(errors="surrogatepass") for name in (request.adapter_id, request.options.cache_salt))
     return sha256(b"%d:%b%d:%b" % (len(adapter), adapter, len(salt), salt)).digest()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxllm.scheduler.errors import RequestRefusedError
+from jaxllm.scheduler.request_options import RequestOptions
 from jaxllm.scheduler.sampling_row import SamplingRow
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 _MAX_INT32 = 2**31 - 1
 _NO_TOKENS = np.zeros(0, np.int32)
 _GREEDY = SamplingRow()
+_DEFAULT_OPTIONS = RequestOptions()
 
 
 class RequestStatus(enum.Enum):
@@ -74,20 +76,16 @@ class Request:
         max_tokens: the most tokens to generate; max_model_len may end the request sooner.
         min_tokens: stop tokens before so many tokens do not end it.
         stop_token_ids: any of these ends the request, and is the last of its output tokens.
-        priority: lower runs first.
-        tenant: on whose account it runs.
+        options: how it is to be served.
         arrival_time: earlier runs first among equal priorities.
-        deadline: when it ends, finished or not.
-        queue_deadline: when it ends if it has not started to run.
         use_prefix_cache: whether it may share pages of prompts that begin alike, in both directions.
-        cache_salt: it shares pages with requests of the same salt only.
         adapter_id: of what changes the model for it; it shares pages with requests of the same adapter only.
         is_ready: whether its input has been prepared; if not, it waits for `Scheduler.input_ready`.
         sampling: settings for the device.
 
     Raises:
-        RequestRefusedError: a token id is not an int32 value of 0 or more, min_tokens or priority is out of
-            range, or a time is no number.
+        RequestRefusedError: a token id is not an int32 value of 0 or more, min_tokens is out of range, or
+            arrival_time is no number.
     """
 
     def __init__(
@@ -98,13 +96,9 @@ class Request:
         max_tokens: int,
         min_tokens: int = 0,
         stop_token_ids: tuple[int, ...] = (),
-        priority: int = 0,
-        tenant: str = "",
+        options: RequestOptions = _DEFAULT_OPTIONS,
         arrival_time: float = 0.0,
-        deadline: float | None = None,
-        queue_deadline: float | None = None,
         use_prefix_cache: bool = True,
-        cache_salt: str = "",
         adapter_id: str = "",
         is_ready: bool = True,
         sampling: SamplingRow = _GREEDY,
@@ -116,25 +110,18 @@ class Request:
                 f"request {request_id!r}: min_tokens is {min_tokens:,}; it must be from 0 to max_tokens {max_tokens:,}",
                 param="min_tokens",
             )
-        if not -_MAX_INT32 <= priority <= _MAX_INT32:
-            raise RequestRefusedError(
-                f"request {request_id!r}: priority is {priority:,}; it must be from {-_MAX_INT32:,} to {_MAX_INT32:,}",
-                param="priority",
-            )
-        for name, when in (("arrival_time", arrival_time), ("deadline", deadline), ("queue_deadline", queue_deadline)):
-            if when is not None and when != when:
-                raise RequestRefusedError(f"request {request_id!r}: {name} is nan; it must be a number of seconds")
+        if arrival_time != arrival_time:
+            raise RequestRefusedError(f"request {request_id!r}: arrival_time is nan; it must be a number of seconds")
         self.min_tokens = min_tokens
         self.stop_token_ids = frozenset(_int32_token_ids(request_id, "stop_token_ids", stop_token_ids).tolist())
-        self.priority = priority
-        self.tenant = tenant
+        self.options = options
+        self.priority, self.tenant = options.priority, options.tenant  # looked at in each step
         self.arrival_time = arrival_time
         self.arrival_number = 0  # given by the scheduler: tells apart requests of one arrival_time
         self.entry_time = 0.0  # given by the scheduler: when it was taken in, by its own clock
-        self.deadline = deadline
-        self.queue_deadline = queue_deadline
+        self.deadline = None if options.timeout_s is None else arrival_time + options.timeout_s
+        self.queue_deadline = None if options.queue_timeout_s is None else arrival_time + options.queue_timeout_s
         self.use_prefix_cache = use_prefix_cache
-        self.cache_salt = cache_salt
         self.adapter_id = adapter_id
         self.sampling = sampling
         self.page_keys: list[bytes] = []  # of its first full pages, as far as `PrefixCache.keys` was asked

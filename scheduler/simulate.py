@@ -25,6 +25,7 @@ from jaxllm.scheduler.config import SchedulerConfig
 from jaxllm.scheduler.errors import RequestRefusedError, SchedulerBusyError
 from jaxllm.scheduler.host_tier.page_moves import PageMoves
 from jaxllm.scheduler.request import Request
+from jaxllm.scheduler.request_options import RequestOptions
 from jaxllm.scheduler.sampled_tokens import SampledTokens
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler.scheduling_options import POLICIES, RETURNS
@@ -189,15 +190,12 @@ def _request(name: str, entry: Mapping[str, Any]) -> Request:
     num_shared = min(entry.get("prefix_tokens", num_tokens), num_tokens) if "prefix" in entry else 0
     shared = np.random.default_rng(zlib.crc32(prefix.encode())).integers(0, _VOCABULARY, num_shared)
     own = np.random.default_rng([1, int(name)]).integers(0, _VOCABULARY, num_tokens - num_shared)
-    timeout_s = entry.get("timeout_s")
     return Request(
         name,
         np.concatenate((shared, own)).tolist(),
         max_tokens=entry["output_tokens"],
-        tenant=entry.get("tenant", ""),
-        priority=entry.get("priority", 0),
         arrival_time=entry["arrival_s"],
-        deadline=None if timeout_s is None else entry["arrival_s"] + timeout_s,
+        options=RequestOptions(**{name: entry[name] for name in ("tenant", "priority", "timeout_s") if name in entry}),
     )
 
 

@@ -23,6 +23,7 @@ PUBLIC_NAMES = [
     "OutputStream",
     "OverloadedError",
     "RequestMetrics",
+    "RequestOptions",
     "RequestOutput",
     "SamplingParams",
     "TenantConfig",

@@ -1,15 +1,15 @@
 """What the core is asked to do: a request in token ids and numbers, without text."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from jaxllm.engine.engine_info import EngineInfo
 from jaxllm.errors import InvalidRequestError
+from jaxllm.request_options import DEFAULT_OPTIONS, RequestOptions
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler import SamplingRow
 
 _GREEDY = SamplingRow()
-_OPTIONS = SamplingRow.dtypes().keys() - {"seed", "wants_logprobs"}  # of SamplingParams too, with the same meaning
+_SETTINGS = SamplingRow.dtypes().keys() - {"seed", "wants_logprobs"}  # of SamplingParams too, with the same meaning
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +24,6 @@ class CoreRequest:
     sampling: its seed and its wants_logprobs are left to the core.
     num_logprobs: None for no log-probabilities, else how many of the likeliest tokens come with each token's own.
     arrival_time: by ``time.monotonic``, which all processes of a machine share.
-    timeout_s, queue_timeout_s: from arrival_time on.
     streams: whether tokens are reported as they come; if not, the first is and the others at the end.
     """
 
@@ -36,23 +35,21 @@ class CoreRequest:
     sampling: SamplingRow = _GREEDY
     seed: int | None = None
     num_logprobs: int | None = None
-    priority: int = 0
-    tenant: str = ""
-    cache_salt: str = ""
+    options: RequestOptions = DEFAULT_OPTIONS
     arrival_time: float = 0.0
-    timeout_s: float | None = None
-    queue_timeout_s: float | None = None
     streams: bool = True
 
     @classmethod
     def of(
         cls,
         params: SamplingParams,
+        options: RequestOptions,
         *,
         info: EngineInfo,
+        request_id: str,
         prompt_token_ids: list[int],
+        arrival_time: float,
         streams: bool,
-        **options: Any,
     ) -> "CoreRequest":
         """What the core needs to know of `params`; the rest, which is about text, is not its business. As stop strings
         are looked for outside of it, a request that has some streams in any case. The seed is left open.
@@ -66,12 +63,14 @@ class CoreRequest:
                 param="prompt",
             )
         return cls(
+            request_id=request_id,
             prompt_token_ids=prompt_token_ids,
             max_tokens=params.max_tokens,
             min_tokens=params.min_tokens,
             stop_token_ids=(*(params.stop_token_ids or ()), *(() if params.ignore_eos else info.eos_token_ids)),
-            sampling=SamplingRow(**{name: getattr(params, name) for name in _OPTIONS}),
+            sampling=SamplingRow(**{name: getattr(params, name) for name in _SETTINGS}),
             num_logprobs=params.logprobs,
+            options=options,
+            arrival_time=arrival_time,
             streams=streams or bool(params.stop),
-            **options,
         )

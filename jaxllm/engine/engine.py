@@ -14,6 +14,7 @@ from jaxllm.engine.runner import Runner
 from jaxllm.engine.start import open_model, start_core
 from jaxllm.engine.text.output_processor import OutputProcessor
 from jaxllm.outputs import CompletionOutput, OutputDelta, RequestMetrics, RequestOutput
+from jaxllm.request_options import DEFAULT_OPTIONS, RequestOptions
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler import Scheduler
 
@@ -99,13 +100,9 @@ class Engine:
         request_id: str,
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
+        options: RequestOptions = DEFAULT_OPTIONS,
         *,
         prompt: str | None = None,
-        priority: int = 0,
-        tenant: str = "",
-        cache_salt: str = "",
-        timeout_s: float | None = None,
-        queue_timeout_s: float | None = None,
         on_text: Callable[[str], None] | None = None,
     ) -> None:
         """Queues a request; `step` returns its output when it has finished.
@@ -113,12 +110,8 @@ class Engine:
         Args:
           request_id: unique among the unfinished requests.
           prompt_token_ids: at least one, fewer than max_model_len, within the vocabulary.
+          options: how it is to be served.
           prompt: the text of the prompt, to be returned with the output.
-          priority: lower runs first.
-          tenant: on whose account it runs.
-          cache_salt: it shares cached prefixes with requests of the same salt only.
-          timeout_s, queue_timeout_s: it ends (with the reason "timeout") when it has not finished, or not started, in
-            this time.
           on_text: called with each new piece of text, from within `step`. Not for several continuations.
 
         Raises InvalidRequestError, or OverloadedError if there is no room now, and leaves everything as it was.
@@ -127,16 +120,12 @@ class Engine:
         now = time.monotonic()
         request = CoreRequest.of(
             params,
+            options,
             info=self.info,
             request_id=request_id,
             prompt_token_ids=list(prompt_token_ids),
-            streams=on_text is not None,
             arrival_time=now,
-            priority=priority,
-            tenant=tenant,
-            cache_salt=cache_salt,
-            timeout_s=timeout_s,
-            queue_timeout_s=queue_timeout_s,
+            streams=on_text is not None,
         )
         self._keys[request_id] = keys = add_choices(self.core, request, params.seeds())
         token_ids = request.prompt_token_ids

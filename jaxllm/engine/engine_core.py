@@ -76,7 +76,6 @@ class EngineCore:
         Raises InvalidRequestError, or OverloadedError if there is no room now, and leaves everything as it was.
         """
         token_ids = request.prompt_token_ids
-        arrival, wait_s, queue_wait_s = request.arrival_time, request.timeout_s, request.queue_timeout_s
         try:
             queued = Request(
                 request.request_id,
@@ -84,12 +83,8 @@ class EngineCore:
                 max_tokens=request.max_tokens or max(1, self.info.max_model_len - len(token_ids)),
                 min_tokens=request.min_tokens,
                 stop_token_ids=request.stop_token_ids,
-                priority=request.priority,
-                tenant=request.tenant,
-                arrival_time=arrival,
-                deadline=None if wait_s is None else arrival + wait_s,
-                queue_deadline=None if queue_wait_s is None else arrival + queue_wait_s,
-                cache_salt=request.cache_salt,
+                options=request.options,
+                arrival_time=request.arrival_time,
                 sampling=replace(
                     request.sampling,
                     seed=self._seeds.getrandbits(32) if request.seed is None else request.seed,

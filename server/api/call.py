@@ -3,13 +3,15 @@
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Depends, Request
 from starlette.datastructures import Headers
 
+from jaxllm import RequestOptions
 from jaxllm.server.api.errors import ApiError
 from jaxllm.server.api.keys import Caller, caller_of
+from jaxllm.server.api.protocol.option_fields import OptionFields
 from jaxllm.server.api.server import server_of
 
 _MAX_PRIORITY = 2**31 - 1
@@ -18,12 +20,11 @@ _MAX_TIMEOUT_S = 30 * 24 * 3600.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """Who asks, and how urgently.
+    """Who asks, and how that is to be served.
 
     request_id: the client's own name for it (X-Request-Id), or the server's.
     endpoint: the path.
-    priority: lower runs first.
-    timeout_s, queue_timeout_s: it ends when it has not finished, or not started, so long after it came.
+    options: what headers, key and server say, and the body, once it has been read.
     received: when, by `time.monotonic`.
     trace_headers: `traceparent` and `tracestate`, as far as it has them.
     """
@@ -31,20 +32,24 @@ class Call:
     request_id: str
     endpoint: str
     caller: Caller
-    priority: int
-    timeout_s: float | None
-    queue_timeout_s: float | None
+    options: RequestOptions
     received: float
     trace_headers: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def longest_wait_s(self) -> float | None:
         """For its start; None: without end."""
-        return min((limit for limit in (self.timeout_s, self.queue_timeout_s) if limit is not None), default=None)
+        limits = self.options.timeout_s, self.options.queue_timeout_s
+        return min((limit for limit in limits if limit is not None), default=None)
 
-    def with_priority(self, priority: int | None) -> "Call":
-        """The body's `priority` takes the place of the header's. Raises ApiError 400."""
-        return self if priority is None else replace(self, priority=_priority("priority", priority, self.caller))
+    def with_body(self, body: OptionFields) -> "Call":
+        """What the body says takes the place of what the headers do. Raises ApiError 400."""
+        said: dict[str, Any] = {}
+        if body.priority is not None:
+            said["priority"] = _priority("priority", body.priority, self.caller)
+        if body.cache_salt is not None:
+            said["cache_salt"] = body.cache_salt
+        return replace(self, options=replace(self.options, **said)) if said else self
 
 
 _SECONDS = {"type": "number", "exclusiveMinimum": 0, "maximum": _MAX_TIMEOUT_S}
@@ -75,9 +80,12 @@ async def read_call(request: Request) -> Call:
         request_id=request.scope["request_id"],
         endpoint=request.url.path,
         caller=caller,
-        priority=_priority("X-Priority", _number(headers, "X-Priority", int) or 0, caller),
-        timeout_s=_timeout(headers, "X-Timeout-S", config.request_timeout_s),
-        queue_timeout_s=_timeout(headers, "X-Queue-Timeout-S", config.queue_timeout_s),
+        options=RequestOptions(
+            priority=_priority("X-Priority", _number(headers, "X-Priority", int) or 0, caller),
+            tenant=caller.tenant,
+            timeout_s=_timeout(headers, "X-Timeout-S", config.request_timeout_s),
+            queue_timeout_s=_timeout(headers, "X-Queue-Timeout-S", config.queue_timeout_s),
+        ),
         received=time.monotonic(),
         trace_headers={name: headers[name] for name in ("traceparent", "tracestate") if name in headers},
     )

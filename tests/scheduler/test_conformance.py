@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxllm.scheduler import Request, RequestRefusedError, RequestStatus, SchedulerBusyError
+from jaxllm.scheduler import Request, RequestOptions, RequestRefusedError, RequestStatus, SchedulerBusyError
 
 
 def test_a_full_queue_refuses_at_once_by_requests_and_by_tokens(make_loop):
@@ -169,7 +169,10 @@ def test_nothing_runs_past_max_tokens_when_steps_ahead(make_loop):
 def test_rows_held_by_waiting_ones_never_lock_the_scheduler(make_loop, expect_alone):
     """Prompts that each need nearly all pages, of all priorities, with drafts of none, far ahead of the device."""
     loop = make_loop(3, num_pages=17, max_model_len=64, max_num_batched_tokens=8)
-    requests = [Request(f"r{index}", [index] * 55, max_tokens=6, priority=-index % 3) for index in range(7)]
+    requests = [
+        Request(f"r{index}", [index] * 55, max_tokens=6, options=RequestOptions(priority=-index % 3))
+        for index in range(7)
+    ]
     loop.add(*requests)
     loop.run()
     for request in requests:

@@ -2,12 +2,18 @@
 
 import pytest
 
-from jaxllm.scheduler import Request, RequestRefusedError, RequestStatus
+from jaxllm.scheduler import Request, RequestOptions, RequestRefusedError, RequestStatus
 
 
 def reach(loop, state):
     """Brings the request "late", which has a deadline at 1 s, into a state."""
-    late = Request("late", [1] * 20, max_tokens=45, deadline=1.0, is_ready=state is not RequestStatus.WAITING_FOR_INPUT)
+    late = Request(
+        "late",
+        [1] * 20,
+        max_tokens=45,
+        options=RequestOptions(timeout_s=1.0),
+        is_ready=state is not RequestStatus.WAITING_FOR_INPUT,
+    )
     if state is RequestStatus.PREEMPTED:
         loop.add(Request("first", [2] * 10, max_tokens=60))
     if state is RequestStatus.WAITING_FOR_PAGES:
@@ -42,7 +48,13 @@ def test_deadlines_fire_in_every_state(make_loop, expect_alone, state, num_ahead
 def test_a_queue_deadline_ends_only_who_has_not_started(make_loop):
     loop = make_loop(max_num_seqs=1)
     first, second, unready = (
-        Request(name, [1, 2], max_tokens=9, queue_deadline=1.0, deadline=50.0, is_ready=name != "unready")
+        Request(
+            name,
+            [1, 2],
+            max_tokens=9,
+            options=RequestOptions(queue_timeout_s=1.0, timeout_s=50.0),
+            is_ready=name != "unready",
+        )
         for name in ("first", "second", "unready")
     )
     loop.add(first, second, unready)
@@ -53,7 +65,7 @@ def test_a_queue_deadline_ends_only_who_has_not_started(make_loop):
 
 def test_a_deadline_of_one_who_has_left_does_not_end_its_namesake(make_loop):
     loop = make_loop()
-    loop.add(Request("a", [1], max_tokens=5, deadline=1.0))
+    loop.add(Request("a", [1], max_tokens=5, options=RequestOptions(timeout_s=1.0)))
     loop.scheduler.abort_request("a")
     namesake = Request("a", [1], max_tokens=5)
     loop.add(namesake)
@@ -63,17 +75,16 @@ def test_a_deadline_of_one_who_has_left_does_not_end_its_namesake(make_loop):
     assert namesake.status is RequestStatus.FINISHED_LENGTH
 
 
-@pytest.mark.parametrize("deadline", [1e9, float("inf")])
-def test_deadlines_of_those_who_have_left_are_forgotten(make_loop, deadline):
-    loop = make_loop()
+@pytest.mark.parametrize("timeout_s", [1e9, float("inf")])
+def test_deadlines_of_those_who_have_left_are_forgotten(make_loop, timeout_s):
+    loop, options = make_loop(), RequestOptions(timeout_s=timeout_s, queue_timeout_s=timeout_s)
     for _ in range(1000):
-        loop.add(Request("a", [1], max_tokens=5, deadline=deadline, queue_deadline=deadline))
+        loop.add(Request("a", [1], max_tokens=5, options=options))
         loop.scheduler.abort_request("a")
     assert len(loop.scheduler._deadlines) < 200
 
 
-@pytest.mark.parametrize("name", ["arrival_time", "deadline", "queue_deadline"])
-def test_a_time_that_is_no_number_is_refused(name):
+def test_a_time_that_is_no_number_is_refused():
     """It would come neither before nor after any other."""
-    with pytest.raises(RequestRefusedError, match=f"request 'a': {name} is nan"):
-        Request("a", [1], max_tokens=5, **{name: float("nan")})
+    with pytest.raises(RequestRefusedError, match="request 'a': arrival_time is nan"):
+        Request("a", [1], max_tokens=5, arrival_time=float("nan"))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxllm.scheduler import Request, RequestStatus, SchedulerConfig, SchedulerConfigError
+from jaxllm.scheduler import Request, RequestOptions, RequestStatus, SchedulerConfig, SchedulerConfigError
 from jaxllm.scheduler.host_tier.host_slots import HostSlots
 
 PROMPT = [index * 7 % 61 for index in range(22)]  # five pages of 4 tokens, and two more
@@ -532,7 +532,10 @@ def test_the_prompt_being_read_gives_way_once_to_an_urgent_one_whose_pages_are_f
     run(loop, Request("long", LONG, max_tokens=15))
     run(loop, Request("longer", [5, *LONG], max_tokens=15))
     run(loop, Request("longest", [6, *LONG], max_tokens=14))
-    other, reading = Request("other", PROMPT, max_tokens=1, priority=1), Request("reading", [9] * 80, max_tokens=1)
+    other, reading = (
+        Request("other", PROMPT, max_tokens=1, options=RequestOptions(priority=1)),
+        Request("reading", [9] * 80, max_tokens=1),
+    )
     reading.priority = 1
     loop.add(other, reading)
     loop.step()
@@ -552,11 +555,11 @@ def test_the_prompt_being_read_gives_way_once_to_an_urgent_one_whose_pages_are_f
 
 def test_a_salt_isolates_on_the_host_too(make_tiered):
     loop = make_tiered()
-    run(loop, Request("first", PROMPT, max_tokens=1, cache_salt="a"))
+    run(loop, Request("first", PROMPT, max_tokens=1, options=RequestOptions(cache_salt="a")))
     evict(loop)
-    run(loop, Request("other", PROMPT, max_tokens=1, cache_salt="b"))
+    run(loop, Request("other", PROMPT, max_tokens=1, options=RequestOptions(cache_salt="b")))
     assert loop.scheduler.stats().num_loaded_pages == 0
-    run(loop, Request("same", PROMPT, max_tokens=1, cache_salt="a"))
+    run(loop, Request("same", PROMPT, max_tokens=1, options=RequestOptions(cache_salt="a")))
     assert loop.scheduler.stats().num_loaded_pages == 5
 
 

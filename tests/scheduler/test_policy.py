@@ -2,7 +2,14 @@
 
 import pytest
 
-from jaxllm.scheduler import Request, RequestRefusedError, RequestStatus, SchedulerBusyError, TenantConfig
+from jaxllm.scheduler import (
+    Request,
+    RequestOptions,
+    RequestRefusedError,
+    RequestStatus,
+    SchedulerBusyError,
+    TenantConfig,
+)
 from jaxllm.scheduler.waiting_queue import WaitingQueue
 
 
@@ -14,7 +21,7 @@ def served_tokens(loop, *tenants):
 def test_first_come_first_served_knows_no_priority(make_loop):
     loop = make_loop(scheduling_policy="fcfs", max_num_seqs=1)
     with pytest.raises(RequestRefusedError, match=r"priority is -1, and scheduling_policy is 'fcfs'"):
-        loop.add(Request("urgent", [1], max_tokens=1, priority=-1))
+        loop.add(Request("urgent", [1], max_tokens=1, options=RequestOptions(priority=-1)))
     loop.add(Request("b", [1], max_tokens=1, arrival_time=2.0), Request("a", [1], max_tokens=1, arrival_time=1.0))
     loop.run()
     assert list(loop.streams) == ["a", "b"]
@@ -22,8 +29,13 @@ def test_first_come_first_served_knows_no_priority(make_loop):
 
 def test_priority_ties_go_by_arrival(make_loop):
     loop = make_loop(max_num_seqs=1)
-    loop.add(*(Request(f"r{index}", [1], max_tokens=1, priority=3, arrival_time=1.0) for index in range(5)))
-    loop.add(Request("earlier", [1], max_tokens=1, priority=3, arrival_time=0.5))
+    loop.add(
+        *(
+            Request(f"r{index}", [1], max_tokens=1, options=RequestOptions(priority=3), arrival_time=1.0)
+            for index in range(5)
+        )
+    )
+    loop.add(Request("earlier", [1], max_tokens=1, options=RequestOptions(priority=3), arrival_time=0.5))
     loop.run()
     assert list(loop.streams) == ["earlier", "r0", "r1", "r2", "r3", "r4"]
 
@@ -33,11 +45,14 @@ def test_priority_ties_go_by_arrival(make_loop):
 def test_an_urgent_request_takes_the_room_of_less_urgent_ones(make_loop, expect_alone, lacking, num_ahead):
     sizes = {"rows": {"max_num_seqs": 3}, "pages": {"num_pages": 16, "max_model_len": 40}}[lacking]
     loop = make_loop(num_ahead, **sizes)
-    low = [Request(f"low{index}", [index] * 12, max_tokens=25, priority=5 - index) for index in range(3)]
+    low = [
+        Request(f"low{index}", [index] * 12, max_tokens=25, options=RequestOptions(priority=5 - index))
+        for index in range(3)
+    ]
     loop.add(*low)
     for _ in range(4):
         loop.step()
-    urgent = Request("urgent", [7] * 16, max_tokens=4, priority=-1)
+    urgent = Request("urgent", [7] * 16, max_tokens=4, options=RequestOptions(priority=-1))
     loop.add(urgent)
     loop.step()
     assert urgent.row is not None
@@ -51,7 +66,7 @@ def test_an_urgent_request_takes_the_room_of_less_urgent_ones(make_loop, expect_
 
 def test_an_urgent_request_does_not_wait_for_a_long_prompt_of_less_urgency(make_loop, expect_alone):
     loop = make_loop(1, max_num_batched_tokens=8)
-    long = Request("long", [index % 60 for index in range(100)], max_tokens=3, priority=1)
+    long = Request("long", [index % 60 for index in range(100)], max_tokens=3, options=RequestOptions(priority=1))
     loop.add(long)
     for _ in range(5):
         loop.step()
@@ -66,11 +81,11 @@ def test_an_urgent_request_does_not_wait_for_a_long_prompt_of_less_urgency(make_
 
 def test_who_cannot_make_enough_room_preempts_nobody(make_loop):
     loop = make_loop(num_pages=20, max_model_len=72)
-    mighty = Request("mighty", [1] * 30, max_tokens=20, priority=-2)
-    low = Request("low", [2] * 12, max_tokens=20, priority=5)
+    mighty = Request("mighty", [1] * 30, max_tokens=20, options=RequestOptions(priority=-2))
+    low = Request("low", [2] * 12, max_tokens=20, options=RequestOptions(priority=5))
     loop.add(mighty, low)
     loop.step()
-    loop.add(Request("urgent", [3] * 60, max_tokens=4, priority=-1))
+    loop.add(Request("urgent", [3] * 60, max_tokens=4, options=RequestOptions(priority=-1)))
     loop.step()
     assert low.row is not None
     loop.run()
@@ -79,7 +94,9 @@ def test_who_cannot_make_enough_room_preempts_nobody(make_loop):
 def test_a_long_queue_of_many_tenants_costs_a_full_table_nothing(make_loop, monkeypatch):
     """Nobody is looked for while nobody can start."""
     loop = make_loop(max_num_seqs=2)
-    loop.add(*(Request(f"r{index}", [1], max_tokens=20, tenant=f"t{index}") for index in range(50)))
+    loop.add(
+        *(Request(f"r{index}", [1], max_tokens=20, options=RequestOptions(tenant=f"t{index}")) for index in range(50))
+    )
     loop.step()
     looks = []
     first = WaitingQueue.first
@@ -87,7 +104,7 @@ def test_a_long_queue_of_many_tenants_costs_a_full_table_nothing(make_loop, monk
     for _ in range(10):
         loop.step()
     assert not looks
-    loop.add(Request("urgent", [1], max_tokens=1, priority=-1))
+    loop.add(Request("urgent", [1], max_tokens=1, options=RequestOptions(priority=-1)))
     loop.step()
     assert "urgent" in loop.streams
     loop.run()
@@ -95,12 +112,12 @@ def test_a_long_queue_of_many_tenants_costs_a_full_table_nothing(make_loop, monk
 
 def test_pages_that_it_would_share_with_who_gives_way_are_not_room(make_loop):
     loop = make_loop(num_pages=20, max_model_len=72)
-    mighty = Request("mighty", [1] * 30, max_tokens=20, priority=-2)
-    low = Request("low", [2] * 12, max_tokens=20, priority=5)
+    mighty = Request("mighty", [1] * 30, max_tokens=20, options=RequestOptions(priority=-2))
+    low = Request("low", [2] * 12, max_tokens=20, options=RequestOptions(priority=5))
     loop.add(mighty, low)
     loop.step()
     loop.step()
-    loop.add(Request("urgent", [2] * 12 + [3] * 32, max_tokens=4, priority=-1))
+    loop.add(Request("urgent", [2] * 12 + [3] * 32, max_tokens=4, options=RequestOptions(priority=-1)))
     loop.step()
     assert low.row is not None
     loop.run()
@@ -108,12 +125,15 @@ def test_pages_that_it_would_share_with_who_gives_way_are_not_room(make_loop):
 
 def test_pages_that_those_who_give_way_share_are_room(make_loop, expect_alone):
     loop = make_loop(num_pages=20, max_model_len=76)
-    low = [Request(f"low{index}", [2] * 20 + [index], max_tokens=20, priority=5) for index in range(2)]
+    low = [
+        Request(f"low{index}", [2] * 20 + [index], max_tokens=20, options=RequestOptions(priority=5))
+        for index in range(2)
+    ]
     loop.add(*low)
     for _ in range(3):
         loop.step()
     assert all(request.row is not None for request in low)
-    urgent = Request("urgent", [3] * 72, max_tokens=4, priority=-1)
+    urgent = Request("urgent", [3] * 72, max_tokens=4, options=RequestOptions(priority=-1))
     loop.add(urgent)
     loop.step()
     assert urgent.row is not None
@@ -124,10 +144,20 @@ def test_pages_that_those_who_give_way_share_are_room(make_loop, expect_alone):
 
 def test_a_flood_of_one_tenant_does_not_starve_another(make_loop):
     loop = make_loop(scheduling_policy="fair", max_num_seqs=2, max_num_batched_tokens=16)
-    loop.add(*(Request(f"flood{index}", [index] * 12, max_tokens=4, tenant="flood") for index in range(40)))
+    loop.add(
+        *(
+            Request(f"flood{index}", [index] * 12, max_tokens=4, options=RequestOptions(tenant="flood"))
+            for index in range(40)
+        )
+    )
     for _ in range(5):
         loop.step()
-    loop.add(*(Request(f"calm{index}", [index + 30] * 12, max_tokens=4, tenant="calm") for index in range(3)))
+    loop.add(
+        *(
+            Request(f"calm{index}", [index + 30] * 12, max_tokens=4, options=RequestOptions(tenant="calm"))
+            for index in range(3)
+        )
+    )
     loop.run()
     order = list(loop.streams)
     assert max(order.index(f"calm{index}") for index in range(3)) < 12
@@ -138,7 +168,15 @@ def test_tenants_get_tokens_by_their_weights(make_loop):
     loop = make_loop(scheduling_policy="fair", tenants=tenants, max_num_seqs=2, max_num_batched_tokens=16)
     for index in range(60):
         for tenant in ("heavy", "light"):
-            loop.add(Request(f"{tenant}{index}", [index] * 10, max_tokens=5, tenant=tenant, use_prefix_cache=False))
+            loop.add(
+                Request(
+                    f"{tenant}{index}",
+                    [index] * 10,
+                    max_tokens=5,
+                    options=RequestOptions(tenant=tenant),
+                    use_prefix_cache=False,
+                )
+            )
     for _ in range(150):
         loop.step()
     heavy, light = served_tokens(loop, "heavy", "light")
@@ -149,7 +187,12 @@ def test_tenants_get_tokens_by_their_weights(make_loop):
 def test_tenants_take_turns_within_a_step(make_loop):
     loop = make_loop(scheduling_policy="fair", max_num_seqs=6, max_num_batched_tokens=120)
     for tenant in "abc":
-        loop.add(*(Request(f"{tenant}{index}", [index] * 20, max_tokens=2, tenant=tenant) for index in range(9)))
+        loop.add(
+            *(
+                Request(f"{tenant}{index}", [index] * 20, max_tokens=2, options=RequestOptions(tenant=tenant))
+                for index in range(9)
+            )
+        )
     plan = loop.schedule()
     assert sorted(request.tenant for request in plan.started) == ["a", "a", "b", "b", "c", "c"]
     loop.run()
@@ -158,10 +201,20 @@ def test_tenants_take_turns_within_a_step(make_loop):
 
 def test_a_tenant_does_not_save_up_while_it_has_no_requests(make_loop):
     loop = make_loop(scheduling_policy="fair", max_num_seqs=1)
-    loop.add(*(Request(f"busy{index}", [index] * 9, max_tokens=9, tenant="busy") for index in range(20)))
+    loop.add(
+        *(
+            Request(f"busy{index}", [index] * 9, max_tokens=9, options=RequestOptions(tenant="busy"))
+            for index in range(20)
+        )
+    )
     for _ in range(60):
         loop.step()
-    loop.add(*(Request(f"late{index}", [index] * 9, max_tokens=9, tenant="late") for index in range(10)))
+    loop.add(
+        *(
+            Request(f"late{index}", [index] * 9, max_tokens=9, options=RequestOptions(tenant="late"))
+            for index in range(10)
+        )
+    )
     loop.run()
     order = [name for name in loop.streams if int(name[4:]) < 10 or name.startswith("busy")]
     after = order[order.index("late0") :]
@@ -170,15 +223,20 @@ def test_a_tenant_does_not_save_up_while_it_has_no_requests(make_loop):
 
 def test_within_a_tenant_priority_counts(make_loop):
     loop = make_loop(scheduling_policy="fair", max_num_seqs=1)
-    loop.add(Request("a", [1], max_tokens=1, tenant="x", priority=1), Request("b", [1], max_tokens=1, tenant="x"))
+    loop.add(
+        Request("a", [1], max_tokens=1, options=RequestOptions(tenant="x", priority=1)),
+        Request("b", [1], max_tokens=1, options=RequestOptions(tenant="x")),
+    )
     loop.run()
     assert list(loop.streams) == ["b", "a"]
 
 
 def test_a_tenant_at_its_quota_does_not_delay_others(make_loop):
     loop = make_loop(tenants={"small": TenantConfig(max_running=1)}, max_num_seqs=4)
-    small = [Request(f"small{index}", [1, index], max_tokens=6, tenant="small") for index in range(3)]
-    other = Request("other", [2], max_tokens=6, tenant="other")
+    small = [
+        Request(f"small{index}", [1, index], max_tokens=6, options=RequestOptions(tenant="small")) for index in range(3)
+    ]
+    other = Request("other", [2], max_tokens=6, options=RequestOptions(tenant="other"))
     loop.add(*small, other)
     loop.step()
     assert [request.row is not None for request in (*small, other)] == [True, False, False, True]
@@ -195,7 +253,9 @@ def test_a_tenant_over_its_queue_is_refused_at_once_with_the_reason(make_loop):
     with pytest.raises(SchedulerBusyError, match="2 of the tenant's requests are queued; max_queued is 2"):
         loop.add(Request("r2", [1], max_tokens=2))
     loop.step()
-    loop.add(Request("r2", [1], max_tokens=2), Request("other", [1], max_tokens=2, tenant="other"))
+    loop.add(
+        Request("r2", [1], max_tokens=2), Request("other", [1], max_tokens=2, options=RequestOptions(tenant="other"))
+    )
     loop.run()
 
 
@@ -203,7 +263,9 @@ def test_tokens_per_minute_are_reserved_given_back_and_free_again_after_a_minute
     loop = make_loop(tenants={"t": TenantConfig(max_tokens_per_minute=60)}, max_num_seqs=1)
 
     def request(name, max_tokens=40):
-        return Request(name, [1] * 10, max_tokens=max_tokens, tenant="t", stop_token_ids=tuple(range(61)))
+        return Request(
+            name, [1] * 10, max_tokens=max_tokens, options=RequestOptions(tenant="t"), stop_token_ids=tuple(range(61))
+        )
 
     with pytest.raises(RequestRefusedError, match="make up to 61 tokens; max_tokens_per_minute is 60"):
         loop.add(request("huge", 51))

@@ -2,14 +2,14 @@
 
 import pytest
 
-from jaxllm.scheduler import Request, RequestStatus
+from jaxllm.scheduler import Request, RequestOptions, RequestStatus
 
 
 @pytest.mark.parametrize("num_ahead", [0, 1])
 def test_the_least_urgent_youngest_gives_way_and_comes_back_first(make_loop, expect_alone, num_ahead):
     loop = make_loop(num_ahead, num_pages=25, max_model_len=64, max_num_seqs=3)
     old = Request("old", [1] * 20, max_tokens=40)
-    urgent = Request("urgent", [2] * 20, max_tokens=40, priority=-1)
+    urgent = Request("urgent", [2] * 20, max_tokens=40, options=RequestOptions(priority=-1))
     young = Request("young", [3] * 20, max_tokens=40)
     later = Request("later", [4] * 4, max_tokens=4)
     loop.add(old, urgent, young)
@@ -33,11 +33,11 @@ def test_the_least_urgent_youngest_gives_way_and_comes_back_first(make_loop, exp
 def test_waiting_requests_start_by_priority_then_arrival(make_loop):
     loop = make_loop(max_num_seqs=1)
     loop.add(
-        Request("c", [1], max_tokens=1, priority=1),
+        Request("c", [1], max_tokens=1, options=RequestOptions(priority=1)),
         Request("b", [1], max_tokens=1, arrival_time=5.0),
         Request("a2", [1], max_tokens=1, arrival_time=3.0),
         Request("a3", [1], max_tokens=1, arrival_time=3.0),
-        Request("first", [1], max_tokens=1, priority=-1, arrival_time=9.0),
+        Request("first", [1], max_tokens=1, options=RequestOptions(priority=-1), arrival_time=9.0),
     )
     loop.run()
     assert list(loop.streams) == ["first", "a2", "a3", "b", "c"]
@@ -46,7 +46,9 @@ def test_waiting_requests_start_by_priority_then_arrival(make_loop):
 def test_an_urgent_prompt_takes_the_pages_of_less_urgent_rows(make_loop, expect_alone):
     """It is admitted with enough pages in sight, which decodes then use up while it is read in chunks."""
     loop = make_loop(num_pages=20, max_model_len=64, max_num_batched_tokens=8)
-    slow = [Request(f"slow{index}", [index] * 4, max_tokens=30, priority=1) for index in range(3)]
+    slow = [
+        Request(f"slow{index}", [index] * 4, max_tokens=30, options=RequestOptions(priority=1)) for index in range(3)
+    ]
     loop.add(*slow)
     for _ in range(4):
         loop.step()
@@ -67,7 +69,7 @@ def test_a_less_urgent_prompt_waits_for_pages_and_takes_none(make_loop, expect_a
     loop.add(*urgent)
     for _ in range(4):
         loop.step()
-    slow = Request("slow", [9] * 50, max_tokens=10, priority=1)
+    slow = Request("slow", [9] * 50, max_tokens=10, options=RequestOptions(priority=1))
     loop.add(slow)
     while not all(request.status.is_finished for request in urgent):
         loop.step()

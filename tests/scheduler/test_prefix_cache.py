@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxllm.scheduler import Request, RequestStatus
+from jaxllm.scheduler import Request, RequestOptions, RequestStatus
 from jaxllm.scheduler.prefix_cache import PrefixCache
 
 PROMPT = [index * 7 % 61 for index in range(22)]  # five pages of 4 tokens, and two more
@@ -10,6 +10,10 @@ PROMPT = [index * 7 % 61 for index in range(22)]  # five pages of 4 tokens, and 
 
 def hit_tokens(loop):
     return loop.scheduler.stats().num_prefix_hit_tokens
+
+
+def salted(salt):
+    return {"options": RequestOptions(cache_salt=salt)}
 
 
 def run(loop, *requests):
@@ -89,7 +93,7 @@ def test_the_one_that_computes_for_others_may_leave(make_loop, expect_alone):
 
 def test_salt_and_adapter_isolate(make_loop):
     loop = make_loop()
-    kinds = [{}, {"cache_salt": "a"}, {"adapter_id": "a"}, {"cache_salt": "a", "adapter_id": "a"}, {"cache_salt": "b"}]
+    kinds = [{}, salted("a"), {"adapter_id": "a"}, salted("a") | {"adapter_id": "a"}, salted("b")]
     assert run(loop, *(Request(f"1{i}", PROMPT, max_tokens=1, **kind) for i, kind in enumerate(kinds))) == [0] * 5
     assert run(loop, *(Request(f"2{i}", PROMPT, max_tokens=1, **kind) for i, kind in enumerate(kinds))) == [20] * 5
 
@@ -107,7 +111,7 @@ def test_keys_depend_on_all_that_pages_depend_on():
     changed = keys([PROMPT[0] + 1, *PROMPT[1:]])
     assert not set(changed) & set(base), "pages after a different page are different"
     assert keys([1, 2, 3, 4] * 5)[0] != keys([1, 2, 3, 4] * 5)[1], "the same tokens at another place"
-    ambiguous = [{"adapter_id": "ab", "cache_salt": "c"}, {"adapter_id": "a", "cache_salt": "bc"}]
+    ambiguous = [salted("c") | {"adapter_id": "ab"}, salted("bc") | {"adapter_id": "a"}]
     assert keys(PROMPT, **ambiguous[0]) != keys(PROMPT, **ambiguous[1])
 
 
@@ -192,7 +196,7 @@ def test_the_longest_match_goes_first_among_equals_and_overtakes_nobody_for_ever
     loop = make_loop(max_num_seqs=1, prefix_window=3)
     run(loop, Request("seen", PROMPT, max_tokens=1))
     loop.add(Request("new", [5] * 22, max_tokens=1), *(Request(f"hit{i}", PROMPT, max_tokens=1) for i in range(5)))
-    loop.add(Request("urgent", [6] * 22, max_tokens=1, priority=-1))
+    loop.add(Request("urgent", [6] * 22, max_tokens=1, options=RequestOptions(priority=-1)))
     loop.run()
     assert list(loop.streams) == ["seen", "urgent", "hit0", "hit1", "hit2", "new", "hit3", "hit4"]
 
@@ -200,7 +204,7 @@ def test_the_longest_match_goes_first_among_equals_and_overtakes_nobody_for_ever
 def test_a_salt_may_be_any_string(make_loop):
     """Also one that is not Unicode text, as JSON may hold."""
     loop = make_loop()
-    salts = [{"cache_salt": "\ud800"}, {"cache_salt": "\ud800"}, {"cache_salt": "?"}, {"adapter_id": "\ud800"}]
+    salts = [salted("\ud800"), salted("\ud800"), salted("?"), {"adapter_id": "\ud800"}]
     assert run(loop, *(Request("a", PROMPT, max_tokens=1, **salt) for salt in salts)) == [0, 20, 0, 0]
 
 

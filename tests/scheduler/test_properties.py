@@ -5,7 +5,15 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from jaxllm.scheduler import Request, RequestStatus, SamplingRow, SchedulerBusyError, SchedulerConfig, TenantConfig
+from jaxllm.scheduler import (
+    Request,
+    RequestOptions,
+    RequestStatus,
+    SamplingRow,
+    SchedulerBusyError,
+    SchedulerConfig,
+    TenantConfig,
+)
 from jaxllm.scheduler.windows import num_request_pages
 
 MAX_MODEL_LEN = 48
@@ -79,7 +87,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         is_ready=st.sampled_from([True, True, True, False]),
         patience=st.sampled_from([None, None, None, 0.02, 0.2]),
     )
-    def arrive(self, head, num_head, tail, max_tokens, min_tokens, salt, patience, **kind):
+    def arrive(self, head, num_head, tail, max_tokens, min_tokens, priority, tenant, salt, patience, **kind):
         now = self.loop.clock.now
         prompt = [*HEADS[head][:num_head], *tail][: MAX_MODEL_LEN - 1]
         request = Request(
@@ -87,9 +95,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             prompt,
             max_tokens=max_tokens,
             min_tokens=min(min_tokens, max_tokens),
-            cache_salt=salt,
+            options=RequestOptions(priority=priority, tenant=tenant, cache_salt=salt, timeout_s=patience),
             arrival_time=now,
-            deadline=None if patience is None else now + patience,
             sampling=SamplingRow(seed=len(self.requests) % 4),
             **kind,
         )

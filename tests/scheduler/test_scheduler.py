@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxllm.scheduler import Request, RequestStatus, SamplingRow
+from jaxllm.scheduler import Request, RequestOptions, RequestStatus, SamplingRow
 
 
 def random_requests(rng, number, max_prompt, max_tokens, stop_token_ids=()):
@@ -13,7 +13,7 @@ def random_requests(rng, number, max_prompt, max_tokens, stop_token_ids=()):
             rng.integers(0, 61, rng.integers(1, max_prompt + 1)).tolist(),
             max_tokens=int(rng.integers(1, max_tokens + 1)),
             stop_token_ids=stop_token_ids,
-            priority=int(rng.integers(0, 3)),
+            options=RequestOptions(priority=int(rng.integers(0, 3))),
             arrival_time=float(index // 7),
             sampling=SamplingRow(seed=int(rng.integers(0, 2**32))),
         )

@@ -4,12 +4,19 @@ import random
 
 import pytest
 
-from jaxllm.scheduler import Request, RequestRefusedError, SchedulerBusyError, TenantConfig
+from jaxllm.scheduler import Request, RequestOptions, RequestRefusedError, SchedulerBusyError, TenantConfig
 
 
 def flood(tenant, number, **kind):
     return [
-        Request(f"{tenant}{index}", [index % 60] * 9, max_tokens=2, tenant=tenant, use_prefix_cache=False, **kind)
+        Request(
+            f"{tenant}{index}",
+            [index % 60] * 9,
+            max_tokens=2,
+            options=RequestOptions(tenant=tenant),
+            use_prefix_cache=False,
+            **kind,
+        )
         for index in range(number)
     ]
 
@@ -25,7 +32,7 @@ def turns(loop, *tenants):
 def test_accounts_of_tenants_that_have_left_are_closed(make_loop, policy, limit):
     loop = make_loop(scheduling_policy=policy, default_tenant=TenantConfig(max_tokens_per_minute=limit))
     for index in range(400):
-        loop.add(Request("a", [1, 2], max_tokens=2, tenant=f"t{index}"))
+        loop.add(Request("a", [1, 2], max_tokens=2, options=RequestOptions(tenant=f"t{index}")))
         loop.run()
         loop.clock.now += 3.0
     assert len(loop.scheduler._tenants.accounts) < 130
@@ -35,20 +42,20 @@ def test_refused_requests_leave_no_accounts_behind(make_loop):
     loop = make_loop(default_tenant=TenantConfig(max_tokens_per_minute=10))
     for index in range(400):
         with pytest.raises(RequestRefusedError, match="max_tokens_per_minute is 10"):
-            loop.add(Request("a", [1, 2], max_tokens=20, tenant=f"t{index}"))
+            loop.add(Request("a", [1, 2], max_tokens=20, options=RequestOptions(tenant=f"t{index}")))
     assert len(loop.scheduler._tenants.accounts) < 130
 
 
 def test_an_account_that_is_not_closed_keeps_what_it_owes(make_loop):
     """A tenant at its limit does not get a new one by being forgotten."""
     loop = make_loop(default_tenant=TenantConfig(max_tokens_per_minute=20))
-    loop.add(Request("a", [1, 2], max_tokens=18, tenant="spent"))
+    loop.add(Request("a", [1, 2], max_tokens=18, options=RequestOptions(tenant="spent")))
     loop.run()
     for index in range(400):
-        loop.add(Request("a", [1, 2], max_tokens=1, tenant=f"t{index}"))
+        loop.add(Request("a", [1, 2], max_tokens=1, options=RequestOptions(tenant=f"t{index}")))
         loop.run()
     with pytest.raises(SchedulerBusyError, match="and 0 of the tenant's max_tokens_per_minute 20 are left"):
-        loop.add(Request("a", [1, 2], max_tokens=18, tenant="spent"))
+        loop.add(Request("a", [1, 2], max_tokens=18, options=RequestOptions(tenant="spent")))
 
 
 def test_what_a_tenant_had_before_all_was_idle_is_not_held_against_it(make_loop):
@@ -58,7 +65,10 @@ def test_what_a_tenant_had_before_all_was_idle_is_not_held_against_it(make_loop)
     loop.add(*flood("new", 20))
     for _ in range(3):
         loop.step()
-    loop.add(*flood("old", 10), *(Request(f"past{60 + i}", [1] * 9, max_tokens=2, tenant="past") for i in range(10)))
+    loop.add(
+        *flood("old", 10),
+        *(Request(f"past{60 + i}", [1] * 9, max_tokens=2, options=RequestOptions(tenant="past")) for i in range(10)),
+    )
     loop.run()
     order = list(loop.streams)
     assert order.index("past60") < order.index("new5")
@@ -67,7 +77,7 @@ def test_what_a_tenant_had_before_all_was_idle_is_not_held_against_it(make_loop)
 def test_a_tenant_that_asks_for_little_leaves_no_credit_to_others(make_loop):
     """One that always runs and never waits has had little. Who comes new starts level with those that wait."""
     loop = make_loop(scheduling_policy="fair", max_num_seqs=2)
-    loop.add(Request("little", [1], max_tokens=120, tenant="little"))
+    loop.add(Request("little", [1], max_tokens=120, options=RequestOptions(tenant="little")))
     loop.step()
     loop.add(*flood("busy", 60))
     while "busy30" not in loop.streams:

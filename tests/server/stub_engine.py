@@ -101,10 +101,6 @@ class StubEngine:
         prompt = request.prompt_token_ids
         if _find(prompt, REFUSE) is not None:
             raise RuntimeError("a defect in add_request")
-        deadlines = {
-            name: None if seconds is None else request.arrival_time + seconds
-            for name, seconds in (("deadline", request.timeout_s), ("queue_deadline", request.queue_timeout_s))
-        }
         try:
             self.scheduler.add_request(
                 Request(
@@ -113,11 +109,8 @@ class StubEngine:
                     max_tokens=request.max_tokens or self._config.max_model_len,
                     min_tokens=request.min_tokens,
                     stop_token_ids=request.stop_token_ids,
-                    priority=request.priority,
-                    tenant=request.tenant,
+                    options=request.options,
                     arrival_time=request.arrival_time,
-                    cache_salt=request.cache_salt,
-                    **deadlines,
                 )
             )
         except SchedulerBusyError as error:

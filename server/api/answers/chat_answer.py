@@ -66,7 +66,6 @@ class ChatAnswer:
             continue_final_message=bool(body.continue_final_message),
             add_special_tokens=bool(body.add_special_tokens),
             parallel_tool_calls=body.parallel_tool_calls is not False,
-            cache_salt=body.cache_salt or "",
             request_id=f"chatcmpl-{uuid4().hex}",
             is_streamed=bool(body.stream),
         )

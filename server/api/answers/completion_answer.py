@@ -78,7 +78,6 @@ class CompletionAnswer:
                         token_ids,
                         body.to_sampling_params(),
                         default_max_tokens=DEFAULT_MAX_TOKENS,
-                        cache_salt=body.cache_salt or "",
                         request_id=id_,  # the same for all, so that an operator can end them by it
                         is_streamed=bool(body.stream),
                     )

@@ -40,7 +40,6 @@ class MessageAnswer:
             tools=body.tools_for_template(),
             template_kwargs=template_kwargs(server, body),
             parallel_tool_calls=body.parallel_tool_calls,
-            cache_salt=body.cache_salt or "",
             is_streamed=bool(body.stream),
         )
         return cls(body.model, reply, call.request_id)

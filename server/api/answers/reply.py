@@ -94,7 +94,6 @@ async def start_replies(
     continue_final_message: bool = False,
     add_special_tokens: bool = False,
     parallel_tool_calls: bool = True,
-    cache_salt: str = "",
     request_id: str | None = None,
     is_streamed: bool = False,
 ) -> list[Reply]:
@@ -128,7 +127,6 @@ async def start_replies(
         call,
         token_ids,
         params,
-        cache_salt=cache_salt,
         request_id=request_id,
         is_streamed=is_streamed,
         needs_pieces=is_streamed or (bool(tools) and not parallel_tool_calls),

@@ -64,7 +64,6 @@ class ResponseAnswer:
             tools=body.tools_for_template(),
             template_kwargs=body.template_kwargs(),
             parallel_tool_calls=body.parallel_tool_calls is not False,
-            cache_salt=body.cache_salt or "",
             request_id=response["id"],
             is_streamed=bool(body.stream),
         )

@@ -64,8 +64,8 @@ class Generation:
         self._resources = resources
         self._watch = watch
         watch.on_leave = self._end_unread
-        if call.timeout_s is not None:
-            alarm = asyncio.get_running_loop().call_later(call.timeout_s + _GRACE_S, self._end_overdue)
+        if (timeout_s := call.options.timeout_s) is not None:
+            alarm = asyncio.get_running_loop().call_later(timeout_s + _GRACE_S, self._end_overdue)
             resources.callback(alarm.cancel)
         if watch.has_left:  # when the engine had just taken the request in
             self._end_unread()
@@ -80,7 +80,6 @@ class Generation:
         params: SamplingParams,
         *,
         default_max_tokens: int | None = None,
-        cache_salt: str = "",
         request_id: str | None = None,
         is_streamed: bool = False,
         needs_pieces: bool | None = None,
@@ -108,12 +107,8 @@ class Generation:
                     stream = await server.llm.submit(
                         prompt_token_ids,
                         params,
+                        call.options,
                         request_id=request_id or f"gen-{uuid4().hex}",
-                        priority=call.priority,
-                        tenant=call.caller.tenant,
-                        cache_salt=cache_salt,
-                        timeout_s=call.timeout_s,
-                        queue_timeout_s=call.queue_timeout_s,
                         streams=is_streamed if needs_pieces is None else needs_pieces,
                     )
             except TimeoutError:
@@ -231,7 +226,7 @@ class Generation:
         if not has_started:
             return _late_start(self._call)
         message = (
-            f"the request was not complete after {self._call.timeout_s:g} s, with {self.num_output_tokens:,} "
+            f"the request was not complete after {self._call.options.timeout_s:g} s, with {self.num_output_tokens:,} "
             "tokens made; ask for fewer tokens (max_tokens) or more time (X-Timeout-S, up to the server's "
             "--request-timeout-s)"
         )

@@ -80,9 +80,9 @@ class RequestAccount:
                 first_token=self._first_token,
                 num_cached_tokens=self.num_cached_tokens,
                 is_streamed=self._is_streamed,
-                tenant=call.caller.tenant,
+                tenant=call.options.tenant,
                 key_name=call.caller.key_name,
-                priority=call.priority,
+                priority=call.options.priority,
                 error=self._error,
                 trace_headers=call.trace_headers,
             )

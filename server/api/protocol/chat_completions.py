@@ -7,6 +7,7 @@ from pydantic import BaseModel, Field, model_validator
 from jaxllm import SamplingParams
 from jaxllm.server.api.protocol.function_tool import Strict, function_for_template
 from jaxllm.server.api.protocol.logprobs import AsTokenIds, ChatLogprobs
+from jaxllm.server.api.protocol.option_fields import OptionFields
 from jaxllm.server.api.protocol.sampling import (
     MAX_TOP_LOGPROBS,
     ChunkOptions,
@@ -91,7 +92,7 @@ class Tool(RequestModel):
         return function_for_template(self.function.name, self.function.description, self.function.parameters)
 
 
-class ChatRequest(SamplingFields, TemplateFields):
+class ChatRequest(SamplingFields, OptionFields, TemplateFields):
     """The body of /v1/chat/completions."""
 
     messages: Annotated[Items[Message], Field(min_length=1)]

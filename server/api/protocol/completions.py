@@ -7,6 +7,7 @@ from pydantic_core import PydanticCustomError
 
 from jaxllm import SamplingParams
 from jaxllm.server.api.protocol.logprobs import AsTokenIds, CompletionLogprobs
+from jaxllm.server.api.protocol.option_fields import OptionFields
 from jaxllm.server.api.protocol.sampling import (
     MAX_TOP_LOGPROBS,
     ChunkOptions,
@@ -65,7 +66,7 @@ Prompts = Annotated[
 ]
 
 
-class CompletionRequest(SamplingFields):
+class CompletionRequest(SamplingFields, OptionFields):
     """The body of /v1/completions. With several prompts, the choices of the first come first."""
 
     prompt: Prompts

@@ -8,6 +8,7 @@ from pydantic import BaseModel, Field, model_validator
 from jaxllm import Conversation, SamplingParams
 from jaxllm.server.api.protocol.function_tool import Strict, function_for_template
 from jaxllm.server.api.protocol.message_blocks import CacheControl, Message, Texts, Turn
+from jaxllm.server.api.protocol.option_fields import OptionFields
 from jaxllm.server.api.protocol.sampling import (
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
@@ -135,7 +136,7 @@ class CountTokensRequest(RequestModel):
         return ({} if effort is None else {"reasoning_effort": effort}) | (self.chat_template_kwargs or {})
 
 
-class MessagesRequest(CountTokensRequest):
+class MessagesRequest(OptionFields, CountTokensRequest):
     """The body of /v1/messages."""
 
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -150,13 +151,6 @@ class MessagesRequest(CountTokensRequest):
     min_p: Annotated[float | None, Field(ge=0, le=1)] = None
     seed: Annotated[int | None, Field(ge=-(2**63), le=2**64 - 1)] = None
     metadata: Metadata | None = None
-    priority: Annotated[
-        int | None, Field(description="Added to the priority of the API key; 0 or more. Lower runs first.")
-    ] = None
-    cache_salt: Annotated[
-        Text | None,
-        Field(min_length=1, max_length=1024, description="Share cached prefixes with requests of the same salt only."),
-    ] = None
 
     service_tier: Annotated[Any, Only("auto", "standard_only", hint="there are no tiers; see priority")] = None
     thread: Annotated[

@@ -7,6 +7,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from jaxllm import Conversation, SamplingParams
 from jaxllm.server.api.json_body import encode_json
 from jaxllm.server.api.protocol.function_tool import Strict, function_for_template
+from jaxllm.server.api.protocol.option_fields import OptionFields
 from jaxllm.server.api.protocol.response_items import Input
 from jaxllm.server.api.protocol.sampling import (
     Items,
@@ -127,7 +128,7 @@ class InputTokensRequest(RequestModel):
         return ({} if effort is None else {"reasoning_effort": effort}) | (self.chat_template_kwargs or {})
 
 
-class ResponseRequest(SamplingFields, InputTokensRequest):
+class ResponseRequest(SamplingFields, OptionFields, InputTokensRequest):
     """The body of POST /v1/responses."""
 
     input: Input

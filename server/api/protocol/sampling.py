@@ -154,13 +154,6 @@ class SamplingFields(RequestModel):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: Annotated[Any, Only(True)] = None
-    priority: Annotated[
-        int | None, Field(description="Added to the priority of the API key; 0 or more. Lower runs first.")
-    ] = None
-    cache_salt: Annotated[
-        Text | None,
-        Field(min_length=1, max_length=1024, description="Share cached prefixes with requests of the same salt only."),
-    ] = None
 
     request_id: Annotated[Text | None, Field(description="Changes nothing; X-Request-Id is the header for it.")] = None
     prompt_logprobs: Annotated[Any, Only()] = None

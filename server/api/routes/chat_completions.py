@@ -26,7 +26,7 @@ async def create_chat_completion(body: ChatRequest, request: Request, call: Call
     server = server_of(request)
     body.model = server.check_model(body.model)
     with blamed_as(body.param_names):
-        answer = await ChatAnswer.start(server, request, call.with_priority(body.priority), body)
+        answer = await ChatAnswer.start(server, request, call.with_body(body), body)
     if body.stream:
         return await EventStream.start(answer.generation, answer, keep_alive_s=server.config.stream_keep_alive_s)
     return json_response(await answer.whole())

@@ -24,7 +24,7 @@ async def create_completion(body: CompletionRequest, request: Request, call: Cal
     """Continues prompts."""
     server = server_of(request)
     body.model = server.check_model(body.model)
-    answer = await CompletionAnswer.start(server, request, call.with_priority(body.priority), body)
+    answer = await CompletionAnswer.start(server, request, call.with_body(body), body)
     if body.stream:
         return await EventStream.start(answer.source, answer, keep_alive_s=server.config.stream_keep_alive_s)
     return json_response(await answer.whole())

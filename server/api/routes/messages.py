@@ -23,7 +23,7 @@ async def create_message(body: MessagesRequest, request: Request, call: CallDep)
     server = server_of(request)
     server.check_model(body.model)
     with blamed_as(body.param_names):
-        answer = await MessageAnswer.start(server, request, call.with_priority(body.priority), body)
+        answer = await MessageAnswer.start(server, request, call.with_body(body), body)
     if body.stream:
         return await EventStream.start(answer.generation, answer, keep_alive_s=server.config.stream_keep_alive_s)
     return json_response(await answer.whole())

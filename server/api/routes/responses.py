@@ -48,7 +48,7 @@ async def create_response(body: ResponseRequest, request: Request, call: CallDep
     if body.background:
         request = Request(request.scope, _never)  # The client leaves, and the answer is made nevertheless.
     with blamed_as(body.param_names):
-        answer = await ResponseAnswer.start(server, request, call.with_priority(body.priority), body)
+        answer = await ResponseAnswer.start(server, request, call.with_body(body), body)
     if body.stream:
         return await EventStream.start(answer.generation, answer, keep_alive_s=server.config.stream_keep_alive_s)
     if body.background:

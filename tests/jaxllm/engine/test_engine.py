@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxllm import SamplingParams
+from jaxllm import RequestOptions, SamplingParams
 from jaxllm.errors import InvalidRequestError
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -151,8 +151,8 @@ def test_ids_are_unique_among_unfinished_requests(tiny_llm):
 def test_the_more_urgent_is_served_first(tiny_llm):
     engine, order = tiny_llm.engine, []
     for i in range(20):
-        engine.add_request(str(i), PROMPTS[2], GREEDY, priority=5)
-    engine.add_request("urgent", PROMPTS[2], GREEDY, priority=1)
+        engine.add_request(str(i), PROMPTS[2], GREEDY, RequestOptions(priority=5))
+    engine.add_request("urgent", PROMPTS[2], GREEDY, RequestOptions(priority=1))
     while engine.has_unfinished_requests:
         order += [output.request_id for output in engine.step()]
     assert set(order[:16]) == {*map(str, range(15)), "urgent"}

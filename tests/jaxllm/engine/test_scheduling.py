@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from jaxllm import LLM, SamplingParams
+from jaxllm import LLM, RequestOptions, SamplingParams
 from jaxllm.errors import OverloadedError
 from jaxllm.scheduler import Scheduler
 
@@ -39,7 +39,7 @@ def generate(llm, prompts, max_tokens, priorities=None):
     engine, outputs = llm.engine, {}
     for index, prompt in enumerate(prompts):
         priority = 0 if priorities is None else priorities[index]
-        engine.add_request(str(index), prompt, params, priority=priority, tenant=str(index % 3))
+        engine.add_request(str(index), prompt, params, RequestOptions(priority=priority, tenant=str(index % 3)))
         if index % 3 == 2:
             outputs |= {output.request_id: output for output in engine.step()}
     while engine.has_unfinished_requests:
@@ -192,7 +192,7 @@ def test_who_expires_in_a_step_that_raises_is_told(tiny_llm, monkeypatch):
         raise RuntimeError("the device is gone")
 
     monkeypatch.setattr(engine.runner, "launch", fail)
-    engine.add_request("late", [5, 6], SamplingParams(max_tokens=3), timeout_s=0.0)
+    engine.add_request("late", [5, 6], SamplingParams(max_tokens=3), RequestOptions(timeout_s=0.0))
     engine.add_request("other", [5, 6], SamplingParams(max_tokens=3))
     with pytest.raises(RuntimeError, match="the device is gone"):
         engine.step()
@@ -203,7 +203,7 @@ def test_who_expires_in_a_step_that_raises_is_told(tiny_llm, monkeypatch):
 def test_a_timeout_gives_what_there_is(tiny_llm):
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
     engine = tiny_llm.engine
-    engine.add_request("late", [5, 6, 7], params, timeout_s=0.2)
+    engine.add_request("late", [5, 6, 7], params, RequestOptions(timeout_s=0.2))
     outputs = []
     while engine.has_unfinished_requests:
         outputs += engine.step()

@@ -251,9 +251,9 @@ def observe(stub_server, monkeypatch):
     """What comes of a request: what the engine is asked for, and the answer."""
     llm, asked = stub_server.llm, list[Any]()
 
-    def submit(prompt_token_ids, params, *, request_id, **options):
-        asked.append((prompt_token_ids, params, options))
-        return type(llm).submit(llm, prompt_token_ids, params, request_id=request_id, **options)
+    def submit(*asked_for, request_id, **options):
+        asked.append((asked_for, options))
+        return type(llm).submit(llm, *asked_for, request_id=request_id, **options)
 
     monkeypatch.setattr(llm, "submit", submit)
     templates = stub_server.app.state.server.templates

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxllm import OutputDelta, RequestMetrics, SamplingParams
+from jaxllm import OutputDelta, RequestMetrics, RequestOptions, SamplingParams
 from jaxllm.server.api.call import Call
 from jaxllm.server.api.drain import Drain
 from jaxllm.server.api.errors import ApiError
@@ -77,8 +77,9 @@ class World:
             finished=self.finished.append,
         )
 
-    async def _submit(self, prompt_token_ids, params, *, request_id, **options) -> Stream:
-        self.submitted.append({"prompt_token_ids": prompt_token_ids, "params": params} | options)
+    async def _submit(self, prompt_token_ids, params, options, *, request_id, streams) -> Stream:
+        asked = {"prompt_token_ids": prompt_token_ids, "params": params, "options": options, "streams": streams}
+        self.submitted.append(asked)
         self.streams.append(Stream(request_id, self.scripts.pop(0)))
         return self.streams[-1]
 
@@ -93,9 +94,7 @@ class World:
             request_id="theirs",
             endpoint="/v1/test",
             caller=Caller(tenant="t", key_name="k"),
-            priority=4,
-            timeout_s=timeout_s,
-            queue_timeout_s=None,
+            options=RequestOptions(priority=4, tenant="t", timeout_s=timeout_s),
             received=0.0,
         )
         params = SamplingParams(n=n, max_tokens=max_tokens)
@@ -132,7 +131,7 @@ def test_choices_are_put_together_and_counted():
         assert world.tokens == [(1, True), (2, True), (1, False), (1, False), (1, False)]
         assert world.first_tokens == [2]
         (submitted,) = world.submitted
-        assert (submitted["priority"], submitted["tenant"], submitted["timeout_s"]) == (4, "t", 5.0)
+        assert submitted["options"] == RequestOptions(priority=4, tenant="t", timeout_s=5.0)
         assert submitted["streams"] is False
 
     asyncio.run(run())

@@ -6,8 +6,10 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 
 import pytest
+from said_options import SAID
 from stream_reading import collect
 from stub_engine import StubEngine
 
@@ -56,6 +58,27 @@ def run(coroutine):
 async def answer(llm):
     [delta] = await collect(await llm.submit([5, 6], SamplingParams(max_tokens=5, ignore_eos=True)))
     return delta.token_ids
+
+
+def test_every_option_of_a_request_arrives_said_whole_or_by_name(make_server):
+    heard = []
+
+    class ListeningEngine(StubEngine):
+        def add_request(self, request):
+            heard.append(request.options)
+            super().add_request(request)
+
+    async def check(address):
+        llm = await AsyncLLM.connect(address)
+        params = SamplingParams(max_tokens=2)
+        await collect(await llm.submit([5], params, SAID))
+        await collect(await llm.submit([5], params, **asdict(SAID)))
+        await collect(await llm.submit([5], params, SAID, priority=4))
+        await llm.close()
+        assert heard == [SAID, SAID, replace(SAID, priority=4)]
+
+    with make_server(ListeningEngine) as address:
+        run(check(address))
 
 
 def test_a_client_that_was_frozen_too_long_is_told_and_begins_anew(make_server, monkeypatch):
