@@ -23,8 +23,8 @@ from jaxllm.engine.step_command import StepCommand
 from jaxllm.engine.step_program import StepResult, make_step
 from jaxllm.errors import ConfigError
 from jaxllm.layers.parameter import activation_dtype
+from jaxllm.models.family import ModelConfig
 from jaxllm.models.model import Model
-from jaxllm.models.registry import ModelConfig
 from jaxllm.scheduler import PageMoves
 from jaxllm.scheduler.batch_layout import BatchLayout
 from jaxllm.scheduler.buckets import Bucket, compile_order, declare_buckets

@@ -55,7 +55,7 @@ def make_step(model: Model, layout: BatchLayout, cache_layout: KVCacheLayout) ->
         )
         module = model.bind(weights)
         caches = KVCaches(kv_pages, batch["page_table"], cache_layout.groups, cache_layout.page_size)
-        hidden_TD = module(token_ids_T, caches, metadata)
+        hidden_TD = module(module.embed(token_ids_T), caches, metadata)
         logits_SV = module.logits(hidden_TD[logits_rows_S])
 
         sampling = {name: batch[name] for name in layout.sampling_names}

@@ -14,6 +14,7 @@ from jaxllm.layers.kv_caches import KVCaches, LayerCache
 from jaxllm.layers.mlp import GatedMLP, check_activation
 from jaxllm.layers.norm import RMSNorm
 from jaxllm.layers.rope import RopeConfig, Rotation, make_rope
+from jaxllm.models.family import Family
 from jaxllm.models.hf_config import NEUTRAL, ConfigKeys, HFConfig, windows_of
 from jaxllm.models.rope_parameters import ROPE_DEFAULTS, rope_parameters_by_layer_type
 from jaxllm.models.weight_table import WeightTable, same, transposed
@@ -76,7 +77,7 @@ class Gemma3Config:
                 max_position_embeddings=hf["max_position_embeddings"],
                 max_model_len=max_model_len,
             )
-            for kind, parameters in rope_parameters_by_layer_type(hf).items()
+            for kind, parameters in rope_parameters_by_layer_type(hf, window_theta=hf["rope_local_base_freq"]).items()
         }
         return cls(
             vocab_size=hf["vocab_size"],
@@ -132,6 +133,8 @@ class Gemma3Layer(nnx.Module):
 
 
 class Gemma3(nnx.Module):
+    """A `LanguageModel`."""
+
     def __init__(self, config: Gemma3Config, dtype: jnp.dtype, activation_dtype: jnp.dtype):
         self.config = config
         self.activation_dtype = activation_dtype
@@ -142,10 +145,11 @@ class Gemma3(nnx.Module):
         self.norm = RMSNorm(config.model_dim, eps=config.norm_eps, unit_offset=True)
         self.head = None if config.tie_embeddings else Embedding(config.vocab_size, config.model_dim, dtype)
 
-    def __call__(self, token_ids_T: Array, caches: KVCaches, metadata: StepMetadata) -> Array:
-        """Hidden states [T, D] before the last norm. The caches then have this step's K and V."""
+    def embed(self, token_ids_T: Array) -> Array:
         x_TD = self.embedding(token_ids_T, self.activation_dtype)
-        x_TD *= jnp.asarray(self.embedding_scale, x_TD.dtype)
+        return x_TD * jnp.asarray(self.embedding_scale, x_TD.dtype)
+
+    def __call__(self, x_TD: Array, caches: KVCaches, metadata: StepMetadata) -> Array:
         global_rotation = self.config.global_rope.rotation(metadata.positions_T)
         local_rotation = self.config.local_rope.rotation(metadata.positions_T)
         for i, (layer, cache) in enumerate(zip(self.layers, self.config.cache_specs, strict=True)):
@@ -154,7 +158,6 @@ class Gemma3(nnx.Module):
         return x_TD
 
     def logits(self, x_SD: Array) -> Array:
-        """float32 [S, V] of the rows that need them."""
         logits_SV = (self.head or self.embedding).logits(self.norm(x_SD))
         cap = self.config.logits_soft_cap
         return logits_SV if cap is None else cap * jnp.tanh(logits_SV / cap)
@@ -182,3 +185,7 @@ def weight_table(config: Gemma3Config) -> WeightTable:
             f"{ours}.mlp_out_norm.weight": same(f"{theirs}.post_feedforward_layernorm.weight"),
         }
     return table
+
+
+_FAMILY = Family(GEMMA3, Gemma3Config.from_hf, max_len, Gemma3, weight_table, refused_dtypes=("float16",))
+FAMILIES = {"Gemma3ForCausalLM": _FAMILY, "Gemma3ForConditionalGeneration": _FAMILY}

@@ -18,6 +18,7 @@ from jaxllm.layers.kv_caches import KVCaches, LayerCache
 from jaxllm.layers.mlp import GatedMLP, check_activation
 from jaxllm.layers.norm import RMSNorm
 from jaxllm.layers.rope import RopeConfig, Rotation, make_rope
+from jaxllm.models.family import Family
 from jaxllm.models.hf_config import NEUTRAL, ConfigKeys, HFConfig, windows_of
 from jaxllm.models.rope_parameters import ROPE_DEFAULTS, extended_len, rope_parameters
 from jaxllm.models.weight_table import WeightTable, same, transposed
@@ -162,6 +163,8 @@ class LlamaLayer(nnx.Module):
 
 
 class Llama(nnx.Module):
+    """A `LanguageModel`."""
+
     def __init__(self, config: LlamaConfig, dtype: jnp.dtype, activation_dtype: jnp.dtype):
         self.config = config
         self.activation_dtype = activation_dtype
@@ -170,16 +173,16 @@ class Llama(nnx.Module):
         self.norm = RMSNorm(config.model_dim, eps=config.norm_eps)
         self.head = None if config.tie_embeddings else Embedding(config.vocab_size, config.model_dim, dtype)
 
-    def __call__(self, token_ids_T: Array, caches: KVCaches, metadata: StepMetadata) -> Array:
-        """Hidden states [T, D] before the last norm. The caches then have this step's K and V."""
-        x_TD = self.embedding(token_ids_T, self.activation_dtype)
+    def embed(self, token_ids_T: Array) -> Array:
+        return self.embedding(token_ids_T, self.activation_dtype)
+
+    def __call__(self, x_TD: Array, caches: KVCaches, metadata: StepMetadata) -> Array:
         rotation = self.config.rope.rotation(metadata.positions_T)
         for i, layer in enumerate(self.layers):
             x_TD, caches[i] = layer(x_TD, rotation, caches[i], metadata)
         return x_TD
 
     def logits(self, x_SD: Array) -> Array:
-        """float32 [S, V] of the rows that need them."""
         return (self.head or self.embedding).logits(self.norm(x_SD))
 
 
@@ -207,3 +210,15 @@ def weight_table(config: LlamaConfig) -> WeightTable:
             table[f"{ours}.attention.q_norm.weight"] = same(f"{theirs}.self_attn.q_norm.weight")
             table[f"{ours}.attention.k_norm.weight"] = same(f"{theirs}.self_attn.k_norm.weight")
     return table
+
+
+def _family(keys: ConfigKeys) -> Family:
+    return Family(keys, LlamaConfig.from_hf, max_len, Llama, weight_table)
+
+
+FAMILIES = {
+    "LlamaForCausalLM": _family(LLAMA),
+    "MistralForCausalLM": _family(MISTRAL),
+    "Qwen2ForCausalLM": _family(QWEN2),
+    "Qwen3ForCausalLM": _family(QWEN3),
+}

@@ -16,7 +16,8 @@ from jaxllm.errors import ConfigError, UnsupportedModelError
 from jaxllm.layers.parameter import activation_dtype
 from jaxllm.loading.checkpoint import Checkpoint
 from jaxllm.loading.weights import WeightSpec, load_weights
-from jaxllm.models.registry import ModelConfig, find_family
+from jaxllm.models.family import LanguageModel, ModelConfig
+from jaxllm.models.registry import find_family
 from jaxllm.models.tensor_names import EMBEDDING, HEAD, OTHER_PARTS, stored_name
 
 _CHOOSE = (
@@ -90,7 +91,7 @@ class Model:
         weights = load_weights(checkpoint, specs, progress=progress, ignored_prefixes=OTHER_PARTS)
         return [weights[name] for name in self._specs]
 
-    def bind(self, weights: list[Array]) -> Any:
+    def bind(self, weights: list[Array]) -> LanguageModel:
         """The Flax module around these weights; to be called while a step program is traced."""
         return nnx.merge(self._graphdef, jax.tree.unflatten(self._treedef, weights))
 

@@ -39,8 +39,11 @@ def rope_parameters(config: HFConfig) -> RopeParameters:
     return parameters
 
 
-def rope_parameters_by_layer_type(config: HFConfig) -> dict[str, RopeParameters]:
-    """The rotations of the layers that attend to all and of those with a window."""
+def rope_parameters_by_layer_type(config: HFConfig, *, window_theta: float) -> dict[str, RopeParameters]:
+    """The rotations of the layers that attend to all and of those with a window.
+
+    window_theta: the base of the latter, where `rope_parameters` does not state it.
+    """
     stated = config["rope_parameters"] or {}
     if stated and not any(key in stated for key in LAYER_TYPES):
         raise UnsupportedModelError(
@@ -50,7 +53,7 @@ def rope_parameters_by_layer_type(config: HFConfig) -> dict[str, RopeParameters]
     full = {**(stated.get("full_attention") or {}), **(config["rope_scaling"] or {})}
     return {
         "full_attention": _completed(full, config, config["rope_theta"]),
-        "sliding_attention": _completed(stated.get("sliding_attention") or {}, config, config["rope_local_base_freq"]),
+        "sliding_attention": _completed(stated.get("sliding_attention") or {}, config, window_theta),
     }
 
 

@@ -46,7 +46,7 @@ class Forward:
             metadata = StepMetadata(positions_T, kv_lens_S, cu_q_lens, num_seqs, False, "xla")
             module = model.bind(weights)
             caches = KVCaches(kv_pages, page_table_GSP, self._layout.groups, self.PAGE_SIZE)
-            hidden_TD = module(ids_T, caches, metadata)
+            hidden_TD = module(module.embed(ids_T), caches, metadata)
             return module.logits(hidden_TD), caches.arrays
 
         # Made for a few calls: here quick compilation is worth more than quick code.

@@ -47,8 +47,11 @@ class NoModel:
     def bind(self, weights):
         return self
 
-    def __call__(self, token_ids_T, caches, metadata):
+    def embed(self, token_ids_T):
         return token_ids_T[:, None]
+
+    def __call__(self, x_TD, caches, metadata):
+        return x_TD
 
     def logits(self, hidden_SD):
         return jnp.zeros((hidden_SD.shape[0], 8), jnp.float32)

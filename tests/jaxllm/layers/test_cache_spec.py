@@ -84,7 +84,7 @@ def plain_logits(mixed):
     def logits(weights, ids_T):
         module = mixed.model.bind(weights)
         metadata = attention.StepMetadata(jnp.arange(len(ids_T)), None, None, None, False, None)
-        return module.logits(module(ids_T, [None] * 4, metadata))
+        return module.logits(module(module.embed(ids_T), [None] * 4, metadata))
 
     program = jax.jit(logits, compiler_options={"xla_backend_optimization_level": 0})
 

@@ -175,7 +175,8 @@ def test_rope_parameters_are_those_of_transformers(model_type, stated):
     ids=str,
 )
 def test_rope_parameters_of_gemma_are_those_of_transformers(stated):
-    ours = rope_parameters_by_layer_type(read("gemma3_text", stated))
+    hf = read("gemma3_text", stated)
+    ours = rope_parameters_by_layer_type(hf, window_theta=hf["rope_local_base_freq"])
     theirs = CONFIG_MAPPING["gemma3_text"](**_copied(stated)).rope_parameters
     for parameters in (*ours.values(), *theirs.values()):
         parameters.pop("type", None)
