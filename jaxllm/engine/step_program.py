@@ -9,8 +9,8 @@ from jax import Array
 from jaxllm.engine.device_state import DeviceState
 from jaxllm.engine.kv_cache import KVCacheLayout
 from jaxllm.engine.sampler import Logprobs, logprobs, sample
-from jaxllm.layers.attention import StepMetadata
 from jaxllm.layers.kv_caches import KVCaches
+from jaxllm.layers.step_metadata import StepMetadata
 from jaxllm.models.model import Model
 from jaxllm.scheduler.batch_layout import BatchLayout
 

@@ -1,7 +1,6 @@
 """Attention over the paged cache: projections, optional QK-norm, rotation, kernel, output projection."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,18 +13,8 @@ from jaxllm.layers.kv_caches import LayerCache
 from jaxllm.layers.linear import Linear
 from jaxllm.layers.norm import RMSNorm
 from jaxllm.layers.rope import Rotation, rotate
+from jaxllm.layers.step_metadata import StepMetadata
 from jaxllm.pallas_kernels.ragged_paged_attention import ragged_paged_attention, view_pages
-
-
-class StepMetadata(NamedTuple):
-    """Which tokens of a step belong to which sequence. See `ragged_paged_attention`."""
-
-    positions_T: Array
-    kv_lens_S: Array
-    cu_q_lens: Array
-    num_seqs: Array
-    decode_only: bool  # Static: every real row has one token.
-    implementation: str | None  # Static: of the kernel; None picks by platform.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 
 from jaxllm.errors import UnsupportedModelError
 from jaxllm.layers.linear import Linear
+from jaxllm.layers.step_metadata import StepMetadata
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -25,7 +26,10 @@ def check_activation(name: str) -> str:
 
 
 class GatedMLP(nnx.Module):
-    """`down(activation(gate(x)) * up(x))`, split over F."""
+    """`down(activation(gate(x)) * up(x))`, split over F.
+
+    Layers call each feed-forward block alike, with the step's metadata; this one treats padding as it does tokens.
+    """
 
     def __init__(self, model_dim: int, ff_dim: int, activation: str, dtype: jnp.dtype):
         self.activation = activation
@@ -33,7 +37,7 @@ class GatedMLP(nnx.Module):
         self.up = Linear(model_dim, ff_dim, dtype, PartitionSpec(None, "model"))
         self.down = Linear(ff_dim, model_dim, dtype, PartitionSpec("model", None))
 
-    def __call__(self, x_TD: Array) -> Array:
+    def __call__(self, x_TD: Array, metadata: StepMetadata) -> Array:
         hidden_TF = ACTIVATIONS[self.activation](self.gate(x_TD)) * self.up(x_TD)
         # Else XLA on TPU multiplies by `up` inside the product with `down`, which it itself estimates to be slower.
         return self.down(lax.optimization_barrier(hidden_TF))

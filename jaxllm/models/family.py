@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from jaxllm.layers.attention import StepMetadata
 from jaxllm.layers.cache_spec import CacheSpec
 from jaxllm.layers.kv_caches import KVCaches
+from jaxllm.layers.step_metadata import StepMetadata
 from jaxllm.models.hf_config import ConfigKeys, HFConfig
 from jaxllm.models.weight_table import WeightTable
 

@@ -7,13 +7,14 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from jaxllm.layers.attention import Attention, AttentionConfig, StepMetadata
+from jaxllm.layers.attention import Attention, AttentionConfig
 from jaxllm.layers.cache_spec import CacheSpec
 from jaxllm.layers.embedding import Embedding
 from jaxllm.layers.kv_caches import KVCaches, LayerCache
 from jaxllm.layers.mlp import GatedMLP, check_activation
 from jaxllm.layers.norm import RMSNorm
 from jaxllm.layers.rope import RopeConfig, Rotation, make_rope
+from jaxllm.layers.step_metadata import StepMetadata
 from jaxllm.models.family import Family
 from jaxllm.models.hf_config import NEUTRAL, ConfigKeys, HFConfig, windows_of
 from jaxllm.models.rope_parameters import ROPE_DEFAULTS, rope_parameters_by_layer_type
@@ -129,7 +130,7 @@ class Gemma3Layer(nnx.Module):
     ) -> tuple[Array, LayerCache]:
         attention_TD, cache = self.attention(self.attention_norm(x_TD), rotation, cache, metadata)
         x_TD = x_TD + self.attention_out_norm(attention_TD)
-        return x_TD + self.mlp_out_norm(self.mlp(self.mlp_norm(x_TD))), cache
+        return x_TD + self.mlp_out_norm(self.mlp(self.mlp_norm(x_TD), metadata)), cache
 
 
 class Gemma3(nnx.Module):

@@ -11,13 +11,14 @@ from flax import nnx
 from jax import Array
 
 from jaxllm.errors import UnsupportedModelError
-from jaxllm.layers.attention import Attention, AttentionConfig, StepMetadata
+from jaxllm.layers.attention import Attention, AttentionConfig
 from jaxllm.layers.cache_spec import CacheSpec
 from jaxllm.layers.embedding import Embedding
 from jaxllm.layers.kv_caches import KVCaches, LayerCache
 from jaxllm.layers.mlp import GatedMLP, check_activation
 from jaxllm.layers.norm import RMSNorm
 from jaxllm.layers.rope import RopeConfig, Rotation, make_rope
+from jaxllm.layers.step_metadata import StepMetadata
 from jaxllm.models.family import Family
 from jaxllm.models.hf_config import NEUTRAL, ConfigKeys, HFConfig, windows_of
 from jaxllm.models.rope_parameters import ROPE_DEFAULTS, extended_len, rope_parameters
@@ -159,7 +160,7 @@ class LlamaLayer(nnx.Module):
     ) -> tuple[Array, LayerCache]:
         attention_TD, cache = self.attention(self.attention_norm(x_TD), rotation, cache, metadata)
         x_TD = x_TD + attention_TD
-        return x_TD + self.mlp(self.mlp_norm(x_TD)), cache
+        return x_TD + self.mlp(self.mlp_norm(x_TD), metadata), cache
 
 
 class Llama(nnx.Module):

@@ -17,8 +17,8 @@ from jaxllm.config import EngineConfig, ResolvedConfig, resolve
 from jaxllm.engine.kv_cache import KVCacheLayout
 from jaxllm.engine.runner import Runner
 from jaxllm.engine.step_command import StepCommand
-from jaxllm.layers.attention import StepMetadata
 from jaxllm.layers.kv_caches import KVCaches
+from jaxllm.layers.step_metadata import StepMetadata
 from jaxllm.loading.sources import open_checkpoint
 from jaxllm.models.model import Model
 from jaxllm.scheduler import Request, Scheduler, SchedulerConfig, StepBatch, pick_bucket

@@ -19,6 +19,7 @@ from tiny_models import TINY_MODELS
 
 from jaxllm.layers import attention
 from jaxllm.layers.cache_spec import CacheSpec
+from jaxllm.layers.step_metadata import StepMetadata
 from jaxllm.models.model import Model
 from jaxllm.models.registry import FAMILIES
 
@@ -83,7 +84,7 @@ def plain_logits(mixed):
 
     def logits(weights, ids_T):
         module = mixed.model.bind(weights)
-        metadata = attention.StepMetadata(jnp.arange(len(ids_T)), None, None, None, False, None)
+        metadata = StepMetadata(jnp.arange(len(ids_T)), None, None, None, False, None)
         return module.logits(module(module.embed(ids_T), [None] * 4, metadata))
 
     program = jax.jit(logits, compiler_options={"xla_backend_optimization_level": 0})
