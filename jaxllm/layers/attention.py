@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.sharding import PartitionSpec
@@ -14,6 +13,7 @@ from jaxllm.layers.linear import Linear
 from jaxllm.layers.norm import RMSNorm
 from jaxllm.layers.rope import Rotation, rotate
 from jaxllm.layers.step_metadata import StepMetadata
+from jaxllm.layers.weight_format import WeightFormats
 from jaxllm.pallas_kernels.ragged_paged_attention import ragged_paged_attention, view_pages
 
 
@@ -33,15 +33,15 @@ class AttentionConfig:
 class Attention(nnx.Module):
     """Split over heads. Q, K and V are three weights: parts of one would have to be cut out of its product."""
 
-    def __init__(self, config: AttentionConfig, dtype: jnp.dtype):
+    def __init__(self, config: AttentionConfig, formats: WeightFormats):
         self.config = config
         D, K, H = config.model_dim, config.cache.num_kv_heads, config.cache.head_dim
         columns = PartitionSpec(None, "model")
-        self.q = Linear(D, config.num_heads * H, dtype, columns, bias=config.qkv_bias)
+        self.q = Linear(D, config.num_heads * H, formats["q"], columns, bias=config.qkv_bias)
         num_copies = config.cache.num_copies
-        self.k = Linear(D, K * H, dtype, columns, bias=config.qkv_bias, num_copies=num_copies)
-        self.v = Linear(D, K * H, dtype, columns, bias=config.qkv_bias, num_copies=num_copies)
-        self.out = Linear(config.num_heads * H, D, dtype, PartitionSpec("model", None))
+        self.k = Linear(D, K * H, formats["k"], columns, bias=config.qkv_bias, num_copies=num_copies)
+        self.v = Linear(D, K * H, formats["v"], columns, bias=config.qkv_bias, num_copies=num_copies)
+        self.out = Linear(config.num_heads * H, D, formats["out"], PartitionSpec("model", None))
         self.q_norm = self._norm() if config.qk_norm_eps is not None else None
         self.k_norm = self._norm() if config.qk_norm_eps is not None else None
 

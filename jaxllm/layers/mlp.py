@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 from jax.sharding import PartitionSpec
@@ -11,6 +10,7 @@ from jax.sharding import PartitionSpec
 from jaxllm.errors import UnsupportedModelError
 from jaxllm.layers.linear import Linear
 from jaxllm.layers.step_metadata import StepMetadata
+from jaxllm.layers.weight_format import WeightFormats
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -31,11 +31,11 @@ class GatedMLP(nnx.Module):
     Layers call each feed-forward block alike, with the step's metadata; this one treats padding as it does tokens.
     """
 
-    def __init__(self, model_dim: int, ff_dim: int, activation: str, dtype: jnp.dtype):
+    def __init__(self, model_dim: int, ff_dim: int, activation: str, formats: WeightFormats):
         self.activation = activation
-        self.gate = Linear(model_dim, ff_dim, dtype, PartitionSpec(None, "model"))
-        self.up = Linear(model_dim, ff_dim, dtype, PartitionSpec(None, "model"))
-        self.down = Linear(ff_dim, model_dim, dtype, PartitionSpec("model", None))
+        self.gate = Linear(model_dim, ff_dim, formats["gate"], PartitionSpec(None, "model"))
+        self.up = Linear(model_dim, ff_dim, formats["up"], PartitionSpec(None, "model"))
+        self.down = Linear(ff_dim, model_dim, formats["down"], PartitionSpec("model", None))
 
     def __call__(self, x_TD: Array, metadata: StepMetadata) -> Array:
         hidden_TF = ACTIVATIONS[self.activation](self.gate(x_TD)) * self.up(x_TD)

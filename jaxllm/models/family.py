@@ -11,6 +11,7 @@ from jax import Array
 from jaxllm.layers.cache_spec import CacheSpec
 from jaxllm.layers.kv_caches import KVCaches
 from jaxllm.layers.step_metadata import StepMetadata
+from jaxllm.layers.weight_format import WeightFormats
 from jaxllm.models.hf_config import ConfigKeys, HFConfig
 from jaxllm.models.weight_table import WeightTable
 
@@ -53,14 +54,14 @@ class Family:
     """How to read a family's config, build its model (under `nnx.eval_shape`) and fill it.
 
     `keys` are what is read of config.json, `max_len` the most tokens that the model was made for. `model` takes the
-    config, the weights' dtype and that of what passes between dots; it gives a `LanguageModel`. `refused_dtypes` are
-    those in which the family's activations are known to overflow.
+    config, the formats of its weights and the dtype of what passes between dots; it gives a `LanguageModel`.
+    `refused_dtypes` are those in which the family's activations are known to overflow.
     """
 
     keys: ConfigKeys
     parse_config: Callable[[HFConfig, int], Any]
     max_len: Callable[[HFConfig], int]
-    model: Callable[[Any, jnp.dtype, jnp.dtype], nnx.Module]
+    model: Callable[[Any, WeightFormats, jnp.dtype], nnx.Module]
     weight_table: Callable[[Any], WeightTable]
     refused_dtypes: tuple[str, ...] = ()
 

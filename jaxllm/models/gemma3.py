@@ -15,10 +15,11 @@ from jaxllm.layers.mlp import GatedMLP, check_activation
 from jaxllm.layers.norm import RMSNorm
 from jaxllm.layers.rope import RopeConfig, Rotation, make_rope
 from jaxllm.layers.step_metadata import StepMetadata
+from jaxllm.layers.weight_format import WeightFormats
 from jaxllm.models.family import Family
 from jaxllm.models.hf_config import NEUTRAL, ConfigKeys, HFConfig, windows_of
 from jaxllm.models.rope_parameters import ROPE_DEFAULTS, rope_parameters_by_layer_type
-from jaxllm.models.weight_table import WeightTable, same, transposed
+from jaxllm.models.weight_table import WeightTable, projection, same
 
 GEMMA3 = ConfigKeys(
     "gemma3_text",
@@ -106,7 +107,7 @@ def max_len(hf: HFConfig) -> int:
 
 
 class Gemma3Layer(nnx.Module):
-    def __init__(self, config: Gemma3Config, index: int, dtype: jnp.dtype):
+    def __init__(self, config: Gemma3Config, index: int, formats: WeightFormats):
         def norm() -> RMSNorm:
             return RMSNorm(config.model_dim, eps=config.norm_eps, unit_offset=True)
 
@@ -120,10 +121,10 @@ class Gemma3Layer(nnx.Module):
                 qk_norm_eps=config.norm_eps,
                 unit_offset_norm=True,
             ),
-            dtype,
+            formats.under("attention"),
         )
         self.mlp_norm, self.mlp_out_norm = norm(), norm()
-        self.mlp = GatedMLP(config.model_dim, config.ff_dim, config.activation, dtype)
+        self.mlp = GatedMLP(config.model_dim, config.ff_dim, config.activation, formats.under("mlp"))
 
     def __call__(
         self, x_TD: Array, rotation: Rotation, cache: LayerCache, metadata: StepMetadata
@@ -136,15 +137,15 @@ class Gemma3Layer(nnx.Module):
 class Gemma3(nnx.Module):
     """A `LanguageModel`."""
 
-    def __init__(self, config: Gemma3Config, dtype: jnp.dtype, activation_dtype: jnp.dtype):
+    def __init__(self, config: Gemma3Config, formats: WeightFormats, activation_dtype: jnp.dtype):
         self.config = config
         self.activation_dtype = activation_dtype
         # The factor is rounded to the weights' dtype, as in training.
-        self.embedding_scale = float(np.sqrt(config.model_dim).astype(dtype))
-        self.embedding = Embedding(config.vocab_size, config.model_dim, dtype)
-        self.layers = nnx.List([Gemma3Layer(config, i, dtype) for i in range(config.num_layers)])
+        self.embedding_scale = float(np.sqrt(config.model_dim).astype(formats.dtype))
+        self.embedding = Embedding(config.vocab_size, config.model_dim, formats.dtype)
+        self.layers = nnx.List([Gemma3Layer(config, i, formats.under(f"layers.{i}")) for i in range(config.num_layers)])
         self.norm = RMSNorm(config.model_dim, eps=config.norm_eps, unit_offset=True)
-        self.head = None if config.tie_embeddings else Embedding(config.vocab_size, config.model_dim, dtype)
+        self.head = None if config.tie_embeddings else Embedding(config.vocab_size, config.model_dim, formats.dtype)
 
     def embed(self, token_ids_T: Array) -> Array:
         x_TD = self.embedding(token_ids_T, self.activation_dtype)
@@ -165,24 +166,27 @@ class Gemma3(nnx.Module):
 
 
 def weight_table(config: Gemma3Config) -> WeightTable:
-    table = {"embedding.weight": same("model.embed_tokens.weight"), "norm.weight": same("model.norm.weight")}
+    table: WeightTable = {
+        "embedding.weight": same("model.embed_tokens.weight"),
+        "norm.weight": same("model.norm.weight"),
+    }
     if not config.tie_embeddings:
         table["head.weight"] = same("lm_head.weight")
     for i in range(config.num_layers):
         ours, theirs = f"layers.{i}", f"model.layers.{i}"
         table |= {
             f"{ours}.attention_norm.weight": same(f"{theirs}.input_layernorm.weight"),
-            f"{ours}.attention.q.weight": transposed(f"{theirs}.self_attn.q_proj.weight"),
-            f"{ours}.attention.k.weight": transposed(f"{theirs}.self_attn.k_proj.weight"),
-            f"{ours}.attention.v.weight": transposed(f"{theirs}.self_attn.v_proj.weight"),
+            f"{ours}.attention.q": projection(f"{theirs}.self_attn.q_proj"),
+            f"{ours}.attention.k": projection(f"{theirs}.self_attn.k_proj"),
+            f"{ours}.attention.v": projection(f"{theirs}.self_attn.v_proj"),
             f"{ours}.attention.q_norm.weight": same(f"{theirs}.self_attn.q_norm.weight"),
             f"{ours}.attention.k_norm.weight": same(f"{theirs}.self_attn.k_norm.weight"),
-            f"{ours}.attention.out.weight": transposed(f"{theirs}.self_attn.o_proj.weight"),
+            f"{ours}.attention.out": projection(f"{theirs}.self_attn.o_proj"),
             f"{ours}.attention_out_norm.weight": same(f"{theirs}.post_attention_layernorm.weight"),
             f"{ours}.mlp_norm.weight": same(f"{theirs}.pre_feedforward_layernorm.weight"),
-            f"{ours}.mlp.gate.weight": transposed(f"{theirs}.mlp.gate_proj.weight"),
-            f"{ours}.mlp.up.weight": transposed(f"{theirs}.mlp.up_proj.weight"),
-            f"{ours}.mlp.down.weight": transposed(f"{theirs}.mlp.down_proj.weight"),
+            f"{ours}.mlp.gate": projection(f"{theirs}.mlp.gate_proj"),
+            f"{ours}.mlp.up": projection(f"{theirs}.mlp.up_proj"),
+            f"{ours}.mlp.down": projection(f"{theirs}.mlp.down_proj"),
             f"{ours}.mlp_out_norm.weight": same(f"{theirs}.post_feedforward_layernorm.weight"),
         }
     return table

@@ -19,10 +19,11 @@ from jaxllm.layers.mlp import GatedMLP, check_activation
 from jaxllm.layers.norm import RMSNorm
 from jaxllm.layers.rope import RopeConfig, Rotation, make_rope
 from jaxllm.layers.step_metadata import StepMetadata
+from jaxllm.layers.weight_format import WeightFormats
 from jaxllm.models.family import Family
 from jaxllm.models.hf_config import NEUTRAL, ConfigKeys, HFConfig, windows_of
 from jaxllm.models.rope_parameters import ROPE_DEFAULTS, extended_len, rope_parameters
-from jaxllm.models.weight_table import WeightTable, same, transposed
+from jaxllm.models.weight_table import WeightTable, projection, same
 
 _DEFAULTS = ROPE_DEFAULTS | {
     "vocab_size": 32_000,
@@ -138,7 +139,7 @@ def _sliding_windows(hf: HFConfig) -> tuple[int | None, ...]:
 
 
 class LlamaLayer(nnx.Module):
-    def __init__(self, config: LlamaConfig, index: int, dtype: jnp.dtype):
+    def __init__(self, config: LlamaConfig, index: int, formats: WeightFormats):
         cache = config.cache_specs[index]
         self.attention_norm = RMSNorm(config.model_dim, eps=config.norm_eps)
         self.attention = Attention(
@@ -150,10 +151,10 @@ class LlamaLayer(nnx.Module):
                 qkv_bias=config.qkv_bias,
                 qk_norm_eps=config.norm_eps if config.qk_norm else None,
             ),
-            dtype,
+            formats.under("attention"),
         )
         self.mlp_norm = RMSNorm(config.model_dim, eps=config.norm_eps)
-        self.mlp = GatedMLP(config.model_dim, config.ff_dim, config.activation, dtype)
+        self.mlp = GatedMLP(config.model_dim, config.ff_dim, config.activation, formats.under("mlp"))
 
     def __call__(
         self, x_TD: Array, rotation: Rotation, cache: LayerCache, metadata: StepMetadata
@@ -166,13 +167,13 @@ class LlamaLayer(nnx.Module):
 class Llama(nnx.Module):
     """A `LanguageModel`."""
 
-    def __init__(self, config: LlamaConfig, dtype: jnp.dtype, activation_dtype: jnp.dtype):
+    def __init__(self, config: LlamaConfig, formats: WeightFormats, activation_dtype: jnp.dtype):
         self.config = config
         self.activation_dtype = activation_dtype
-        self.embedding = Embedding(config.vocab_size, config.model_dim, dtype)
-        self.layers = nnx.List([LlamaLayer(config, i, dtype) for i in range(config.num_layers)])
+        self.embedding = Embedding(config.vocab_size, config.model_dim, formats.dtype)
+        self.layers = nnx.List([LlamaLayer(config, i, formats.under(f"layers.{i}")) for i in range(config.num_layers)])
         self.norm = RMSNorm(config.model_dim, eps=config.norm_eps)
-        self.head = None if config.tie_embeddings else Embedding(config.vocab_size, config.model_dim, dtype)
+        self.head = None if config.tie_embeddings else Embedding(config.vocab_size, config.model_dim, formats.dtype)
 
     def embed(self, token_ids_T: Array) -> Array:
         return self.embedding(token_ids_T, self.activation_dtype)
@@ -188,21 +189,24 @@ class Llama(nnx.Module):
 
 
 def weight_table(config: LlamaConfig) -> WeightTable:
-    table = {"embedding.weight": same("model.embed_tokens.weight"), "norm.weight": same("model.norm.weight")}
+    table: WeightTable = {
+        "embedding.weight": same("model.embed_tokens.weight"),
+        "norm.weight": same("model.norm.weight"),
+    }
     if not config.tie_embeddings:
         table["head.weight"] = same("lm_head.weight")
     for i in range(config.num_layers):
         ours, theirs = f"layers.{i}", f"model.layers.{i}"
         table |= {
             f"{ours}.attention_norm.weight": same(f"{theirs}.input_layernorm.weight"),
-            f"{ours}.attention.q.weight": transposed(f"{theirs}.self_attn.q_proj.weight"),
-            f"{ours}.attention.k.weight": transposed(f"{theirs}.self_attn.k_proj.weight"),
-            f"{ours}.attention.v.weight": transposed(f"{theirs}.self_attn.v_proj.weight"),
-            f"{ours}.attention.out.weight": transposed(f"{theirs}.self_attn.o_proj.weight"),
+            f"{ours}.attention.q": projection(f"{theirs}.self_attn.q_proj"),
+            f"{ours}.attention.k": projection(f"{theirs}.self_attn.k_proj"),
+            f"{ours}.attention.v": projection(f"{theirs}.self_attn.v_proj"),
+            f"{ours}.attention.out": projection(f"{theirs}.self_attn.o_proj"),
             f"{ours}.mlp_norm.weight": same(f"{theirs}.post_attention_layernorm.weight"),
-            f"{ours}.mlp.gate.weight": transposed(f"{theirs}.mlp.gate_proj.weight"),
-            f"{ours}.mlp.up.weight": transposed(f"{theirs}.mlp.up_proj.weight"),
-            f"{ours}.mlp.down.weight": transposed(f"{theirs}.mlp.down_proj.weight"),
+            f"{ours}.mlp.gate": projection(f"{theirs}.mlp.gate_proj"),
+            f"{ours}.mlp.up": projection(f"{theirs}.mlp.up_proj"),
+            f"{ours}.mlp.down": projection(f"{theirs}.mlp.down_proj"),
         }
         if config.qkv_bias:
             for x in "qkv":

@@ -14,11 +14,13 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxllm.errors import ConfigError, UnsupportedModelError
 from jaxllm.layers.parameter import activation_dtype
+from jaxllm.layers.weight_format import Dense, WeightFormat, WeightFormats
 from jaxllm.loading.checkpoint import Checkpoint
 from jaxllm.loading.weights import WeightSpec, load_weights
 from jaxllm.models.family import LanguageModel, ModelConfig
 from jaxllm.models.registry import find_family
 from jaxllm.models.tensor_names import EMBEDDING, HEAD, OTHER_PARTS, stored_name
+from jaxllm.models.weight_table import Projection, parameter_sources
 
 _CHOOSE = (
     "choose a tensor_parallel_size that divides the model's query heads, feed-forward width and vocabulary, and that "
@@ -36,8 +38,19 @@ class Model:
     _treedef: jax.tree_util.PyTreeDef
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint, *, dtype: jnp.dtype, max_model_len: int, mesh: Mesh) -> "Model":
+    def from_checkpoint(
+        cls,
+        checkpoint: Checkpoint,
+        *,
+        dtype: jnp.dtype,
+        max_model_len: int,
+        mesh: Mesh,
+        format_of: Callable[[str], WeightFormat] | None = None,
+    ) -> "Model":
         """Reads the checkpoint's config only.
+
+        format_of: gives the format of a linear layer by its name in the checkpoint, such as
+            "model.layers.0.mlp.up_proj"; None: dense, in `dtype`.
 
         Raises:
           UnsupportedModelError: the architecture, or a feature of it, is not known.
@@ -58,15 +71,18 @@ class Model:
         except ValueError as error:
             raise ConfigError(f"{error}: {_CHOOSE}") from error
         between_dots = activation_dtype(dtype, mesh.devices.flat[0].platform)
-        graphdef, state = nnx.split(nnx.eval_shape(lambda: family.model(config, dtype, between_dots)))
         table = family.weight_table(config)
-        specs = {}
+        modules = {path: entry.module for path, entry in table.items() if isinstance(entry, Projection)}
+        formats = {path: format_of(name) if format_of else Dense(dtype) for path, name in modules.items()}
+        model_formats = WeightFormats(dtype, formats.__getitem__)
+        graphdef, state = nnx.split(nnx.eval_shape(lambda: family.model(config, model_formats, between_dots)))
+        sources, specs = parameter_sources(table, formats), {}
         for path, parameter in nnx.to_flat_state(state):
             name = ".".join(map(str, path))
-            source = table.pop(name)
+            source = sources.pop(name)
             assemble = _copied(source.assemble, parameter.get_metadata()["num_copies"], num_devices)
             specs[name] = WeightSpec(_struct(name, parameter, mesh), source.names, assemble)
-        assert not table, f"the weight table names parameters that the model has not: {sorted(table)}"
+        assert not sources, f"the weight table names parameters that the model has not: {sorted(sources)}"
         return cls(config, specs, graphdef, jax.tree.structure(state))
 
     @property
