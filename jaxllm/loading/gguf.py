@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxllm.errors import TokenizerNotFoundError, UnsupportedModelError
-from jaxllm.loading.gguf_config import ROPE_FACTORS, config_from_gguf, generation_config_from_gguf
+from jaxllm.loading.gguf_architectures import ROPE_FACTORS
+from jaxllm.loading.gguf_config import architecture_of, config_from_gguf, generation_config_from_gguf
 from jaxllm.loading.gguf_file import GGUFFile
 from jaxllm.loading.gguf_names import huggingface_name
 
@@ -23,16 +24,17 @@ class GGUFCheckpoint:
         self.config = config_from_gguf(self._file)
         self.generation_config = generation_config_from_gguf(self._file)
         self.nbytes = sum(tensor.nbytes for tensor in self._file.tensors.values())
-        self._architecture: str = self._file.metadata["general.architecture"]
+        self._architecture = architecture_of(self._file)
 
         self._gguf_names: dict[str, str] = {}
         for gguf_name in self._file.tensors:
-            if gguf_name == ROPE_FACTORS and self._architecture == "llama":  # part of the configuration
+            if gguf_name == ROPE_FACTORS and self._architecture.has_rope_factors:  # part of the configuration
                 continue
-            name = huggingface_name(self._architecture, gguf_name)
+            name = huggingface_name(gguf_name, self._architecture.layer_names)
             if name is None:
+                architecture = self._file.metadata["general.architecture"]
                 raise UnsupportedModelError(
-                    f"{self.source} has a tensor {gguf_name}, which {self._architecture} models do not have."
+                    f"{self.source} has a tensor {gguf_name}, which {architecture} models do not have."
                 )
             self._gguf_names[name] = gguf_name
 
@@ -43,14 +45,7 @@ class GGUFCheckpoint:
         return self._file.tensors[self._gguf_names[name]].shape
 
     def read(self, name: str) -> np.ndarray:
-        array = self._file.read(self._gguf_names[name])
-        if self._architecture == "llama" and ".self_attn.q_proj." in name:
-            return split_rotary_halves(array, self.config["num_attention_heads"])
-        if self._architecture == "llama" and ".self_attn.k_proj." in name:
-            return split_rotary_halves(array, self.config["num_key_value_heads"])
-        if self._architecture == "gemma3" and name.endswith("norm.weight"):
-            return array - 1  # stored as the factor 1 + w that Gemma's RMSNorm applies
-        return array
+        return self._architecture.restored(name, self._file.read(self._gguf_names[name]), self.config)
 
     def require_tokenizer(self) -> None:
         if "tokenizer.ggml.model" not in self._file.metadata:
@@ -61,12 +56,3 @@ class GGUFCheckpoint:
         from jaxllm.loading.gguf_tokenizer import build_tokenizer  # transformers: a second of import
 
         return build_tokenizer(self._file.metadata, self.source)
-
-
-def split_rotary_halves(rows: np.ndarray, num_heads: int) -> np.ndarray:
-    """Rows of Q or K ordered for rotating neighbours (2i, 2i+1) into rows for rotating halves (i, i + H/2).
-
-    llama.cpp's Llama rotates neighbours, Hugging Face's rotates halves.
-    """
-    pairs = rows.reshape(num_heads, -1, 2, *rows.shape[1:])
-    return pairs.swapaxes(1, 2).reshape(rows.shape)

@@ -1,6 +1,7 @@
 """Tensor names of GGUF files and the Hugging Face names they stand for."""
 
 import re
+from collections.abc import Mapping
 
 GLOBAL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -24,21 +25,16 @@ SANDWICH_NORM_NAMES = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-LAYER_NAMES_BY_ARCHITECTURE = {
-    "llama": LAYER_NAMES | PRE_NORM_NAMES,
-    "qwen2": LAYER_NAMES | PRE_NORM_NAMES,
-    "qwen3": LAYER_NAMES | PRE_NORM_NAMES | QK_NORM_NAMES,
-    "gemma3": LAYER_NAMES | SANDWICH_NORM_NAMES | QK_NORM_NAMES,
-}
 
 
-def huggingface_name(architecture: str, name: str) -> str | None:
-    """The Hugging Face name of GGUF tensor `name`; None if this architecture has no such tensor."""
+def huggingface_name(name: str, layer_names: Mapping[str, str]) -> str | None:
+    """The Hugging Face name of GGUF tensor `name`, of an architecture with these parts of layers; None if it has no
+    such tensor."""
     if name in GLOBAL_NAMES:
         return GLOBAL_NAMES[name]
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
     if match is None:
         return None
     layer, part, kind = match.groups()
-    hf_part = LAYER_NAMES_BY_ARCHITECTURE[architecture].get(part)
+    hf_part = layer_names.get(part)
     return hf_part and f"model.layers.{layer}.{hf_part}.{kind}"

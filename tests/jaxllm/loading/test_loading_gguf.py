@@ -7,7 +7,8 @@ import pytest
 
 from jaxllm.errors import CorruptCheckpointError, UnsupportedModelError
 from jaxllm.loading.gguf import GGUFCheckpoint
-from jaxllm.loading.gguf_config import MODEL_TYPES, WITHOUT_EFFECT
+from jaxllm.loading.gguf_architectures import ARCHITECTURES
+from jaxllm.loading.gguf_fields import WITHOUT_EFFECT
 from jaxllm.loading.gguf_file import GGUFFile
 from jaxllm.loading.gguf_names import huggingface_name
 
@@ -99,7 +100,7 @@ def test_names_invert_those_of_the_conversion(architecture):
 
     for hf_name in hf_names:
         gguf_name = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
-        assert huggingface_name(architecture, gguf_name) == hf_name
+        assert huggingface_name(gguf_name, ARCHITECTURES[architecture].layer_names) == hf_name
 
 
 def test_rotary_order_of_llama_is_restored(tmp_path):
@@ -212,7 +213,7 @@ def test_a_scaling_without_a_type_is_linear_as_in_llama_cpp(tmp_path, fields, ex
 ODD_VALUES = {"rope.scaling.type": "longrope", "attention.head_count": 2, "attention.causal": 0}
 
 
-@pytest.mark.parametrize("architecture", MODEL_TYPES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_field_is_used_or_refused_or_without_effect(tmp_path, architecture):
     """Those that the gguf package knows."""
 
