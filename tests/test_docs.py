@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import jaxllm.errors
-from jaxllm import EngineConfig, SamplingParams
+from jaxllm import EngineConfig, RequestOptions, SamplingParams
 from jaxllm.models.registry import FAMILIES
 
 ROOT = Path(__file__).parents[1]
@@ -22,7 +22,7 @@ def test_links_within_the_repository_lead_somewhere(document):
 
 def test_options_md_has_every_option_and_default():
     text = (ROOT / "docs" / "options.md").read_text()
-    for field in fields(EngineConfig):
+    for field in (*fields(EngineConfig), *fields(RequestOptions)):
         assert f"| `{field.name}` |" in text
     for field in fields(SamplingParams):
         default = field.default if isinstance(field.default, float | int) and field.type is not bool else None
