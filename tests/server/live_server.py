@@ -58,14 +58,17 @@ class LiveServer:
             time.sleep(0.01)
 
     def wait_until_idle(self, timeout_s: float = 10.0) -> None:
-        """Until no request is in the engine and all its pages are free, by a snapshot made after this call."""
+        """Until no request is in the engine and all its pages are free, by a snapshot made after this call, and until all
+        ends have come from there: they may be behind the snapshot."""
         start = time.monotonic()
 
         def is_idle() -> bool:
             stats = self.llm.stats if self.llm is not None else None
             if stats is None or stats.time < start:
                 return False
-            return stats.scheduler.num_running == stats.scheduler.num_waiting == stats.scheduler.num_used_pages == 0
+            scheduler = stats.scheduler
+            is_empty = scheduler.num_running == scheduler.num_waiting == scheduler.num_used_pages == 0
+            return is_empty and not self.llm._outputs.keys
 
         self.wait_for(is_idle, timeout_s)
 
