@@ -1,5 +1,6 @@
 """The running requests as arrays: one row each."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import cast
 
@@ -80,7 +81,7 @@ class RunningTable:
         self.last_release = -1
         self.num_verifying = 0
         self.requests = np.full(num_rows, None, object)
-        self._num_stops = [0] * (_STOP_BITS + 1)  # requests that a token with these low bits may stop
+        self._num_stops = Counter[int]()  # requests that a token with these low bits may stop
         self._is_stop = np.zeros(_STOP_BITS + 1, bool)
         self._free_rows = list(range(num_rows - 1, -1, -1))  # a stack; low numbers first
 
@@ -306,6 +307,5 @@ class RunningTable:
                 left_R = num_left_pages(self.num_computed_tokens, window, self._page_size)
                 assert (first_page_R <= np.maximum(left_R, 0)).all(), "a page left that the next token sees"
         stops = [token_id & _STOP_BITS for request in self.running_requests for token_id in request.stop_token_ids]
-        num_stops = np.bincount(np.array(stops, int), minlength=_STOP_BITS + 1)
-        assert self._num_stops == num_stops.tolist()
-        assert (self._is_stop == (num_stops > 0)).all()
+        assert self._num_stops == Counter(stops)
+        assert np.flatnonzero(self._is_stop).tolist() == sorted(set(stops))

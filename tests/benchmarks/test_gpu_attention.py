@@ -153,7 +153,7 @@ def variants(job: Job) -> dict[str, gpu_timing.Calls]:
     return found | {f"contiguous, {name}": calls for name, calls in gpu_jax.contiguous(job, "xla")}
 
 
-@pytest.mark.parametrize("job", [DECODE, PREFILL], ids=["decode", "prefill"])
+@pytest.mark.parametrize("job", [pytest.param(DECODE, marks=pytest.mark.nightly), PREFILL], ids=["decode", "prefill"])
 def test_a_program_of_rounds_is_its_calls_one_by_one(job: Job):
     for name, calls in variants(job).items():
         q, state = calls.q, jax.tree.map(jnp.copy, calls.state)

@@ -39,7 +39,11 @@ def check(program: Program, rows: Sequence[tuple[int, int]], *, few_thread_block
 
 @pytest.mark.parametrize(
     ("num_tokens", "rows"),
-    [(1, [(1, 100)]), (3, [(1, 16), (1, 17), (1, 1)]), pytest.param(9, [(9, 100)], marks=pytest.mark.nightly)],
+    [
+        pytest.param(1, [(1, 100)], marks=pytest.mark.nightly),
+        (3, [(1, 16), (1, 17), (1, 1)]),
+        pytest.param(9, [(9, 100)], marks=pytest.mark.nightly),
+    ],
     ids=str,
 )
 def test_steps_of_fewer_tokens_than_a_tile_has_rows(num_tokens, rows):

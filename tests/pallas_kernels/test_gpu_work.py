@@ -166,7 +166,9 @@ def draw_rows(rng: np.random.Generator, num_seqs: int, num_tokens: int, most_key
     return rows
 
 
-@pytest.mark.parametrize("sliding_window", [None, 1, 16, 21, 300])
+@pytest.mark.parametrize(
+    "sliding_window", [None, 21, *(pytest.param(w, marks=pytest.mark.nightly) for w in (1, 16, 300))]
+)
 @pytest.mark.parametrize("kind", [PACKED, TILES, ONE], ids=["packed", "tiles", "one"])
 def test_each_block_of_keys_is_somebodys_once_in_equal_shares(kind, sliding_window):
     rng = np.random.default_rng(0)
@@ -194,7 +196,7 @@ def test_more_thread_blocks_than_blocks_of_keys():
         check(step_rows([(1, num_keys)], num_seqs=1), num_units=1, sliding_window=None, **PACKED)
 
 
-@pytest.mark.parametrize("sliding_window", [None, 4096])
+@pytest.mark.parametrize("sliding_window", [pytest.param(None, marks=pytest.mark.nightly), 4096])
 def test_long_sequences_do_not_overflow(sliding_window):
     """A million tokens each: 256 decodes, and a step of 8,192 tokens of a prompt at 64 heads."""
     million = 2**20

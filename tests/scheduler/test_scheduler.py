@@ -55,7 +55,7 @@ def test_requests_short_of_pages_get_what_each_gets_alone(make_loop, make_config
 
 
 @pytest.mark.parametrize("num_ahead", [0, 1, 2])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (2, 3))])
 def test_random_loads_and_aborts_lose_no_page_and_no_token(make_loop, expect_alone, num_ahead, seed):
     """Odd sizes, arrivals over time, a pool barely larger than one request, aborts at any moment."""
     rng = np.random.default_rng([seed, num_ahead])

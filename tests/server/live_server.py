@@ -58,8 +58,8 @@ class LiveServer:
             time.sleep(0.01)
 
     def wait_until_idle(self, timeout_s: float = 10.0) -> None:
-        """Until no request is in the engine and all its pages are free, by a snapshot made after this call, and until all
-        ends have come from there: they may be behind the snapshot."""
+        """Until no request is in the engine and all its pages are free, by a snapshot made after this call, and until
+        all ends have come from there: they may be behind the snapshot."""
         start = time.monotonic()
 
         def is_idle() -> bool:

@@ -86,6 +86,7 @@ def test_greedy_tokens_do_not_depend_on_the_scheduling(request, rescheduled, nam
     assert generate(llm, prompts, max_tokens, priorities=[-index for index in range(num_prompts)]) == expected
 
 
+@pytest.mark.nightly  # Which sizes the steps have is tested with the scheduler.
 def test_a_tpot_target_gives_small_steps_and_the_same_tokens(tiny_llm, tiny_folder, monkeypatch):
     def serve(llm):
         """The tokens of each request, and the tokens of each step that was not for decodes alone."""

@@ -29,7 +29,7 @@ CHECKS = [
 
 
 SETTINGS = settings(
-    max_examples=10,
+    max_examples=6,
     deadline=None,
     derandomize=True,
     database=None,

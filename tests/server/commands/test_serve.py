@@ -66,7 +66,7 @@ def test_the_engines_lines_are_as_those_of_the_server(run_serve):
     server.wait_for(lambda: len(engine_lines()) == 2)
 
 
-@pytest.mark.parametrize("log_format", ["text", "json"])
+@pytest.mark.parametrize("log_format", [pytest.param("text", marks=pytest.mark.nightly), "json"])
 def test_keys_do_not_appear_in_logs_nor_answers(run_serve, tmp_path, log_format):
     key, wrong, admin = "sk-alice-0123456789", "sk-wrong-0123456789", "sk-admin-0123456789"
     (tmp_path / "keys.json").write_text(json.dumps({"keys": [{"key": key, "name": "alice"}]}))
@@ -162,7 +162,7 @@ def test_options_that_the_model_does_not_bear_are_told_once(run_serve, tmp_path,
     assert "".join(server.lines).count("template.jinja is not a Jinja template") == 1
 
 
-@pytest.mark.parametrize("api_workers", [1, 2])
+@pytest.mark.parametrize("api_workers", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_nothing_is_left_when_it_is_killed(run_serve, api_workers):
     server = run_serve(api_workers=api_workers)
     assert len(server.processes) >= 1 + api_workers
@@ -174,7 +174,7 @@ def test_nothing_is_left_when_it_is_killed(run_serve, api_workers):
     assert not list(server.folder.glob("jaxllm-*")), "files are left in the folder for temporary ones"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.nightly)])
 def test_a_signal_to_the_whole_group_is_one_signal(run_serve, number):
     """As Ctrl-C in a terminal or its end, and as service managers do it."""
     server = run_serve(api_workers=2)
