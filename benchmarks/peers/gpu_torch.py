@@ -1,7 +1,7 @@
-"""Attention in torch as gpu_attention.py measures it: scaled_dot_product_attention; FlashInfer and vLLM over pages.
+"""Attention in torch as gpu/attention.py measures it: scaled_dot_product_attention; FlashInfer and vLLM over pages.
 
-A child of gpu_attention.py (see gpu_jobs.py): `python gpu_torch.py SYSTEM JOBS_FILE`, with a Python that has torch; it
-needs nothing else. Calls are timed as in gpu_timing.py, but in a CUDA graph in place of a program.
+A child of gpu/attention.py (see gpu/jobs.py): `python gpu_torch.py SYSTEM JOBS_FILE`, with a Python that has torch; it
+needs nothing else. Calls are timed as in gpu/timing.py, but in a CUDA graph in place of a program.
 """
 
 import importlib.util
@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 try:
     import torch
@@ -23,13 +23,14 @@ except ImportError as error:
     print(json.dumps({"unavailable": f"{sys.executable} cannot import torch: {error}"}), flush=True)
     raise SystemExit from None
 
-from gpu_jobs import serve
-from gpu_steps import Job
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
-from tpu_workload import Workload
 
-KEY_STD = 16.0  # As in gpu_jax.py, and for its reason.
+from benchmarks.gpu.jobs import serve
+from benchmarks.gpu.steps import Job
+from benchmarks.kernel_workload import Workload
+
+KEY_STD = 16.0  # As in gpu/jax_kernels.py, and for its reason.
 SAMPLE_S = 0.05
 LATENCY_SAMPLES = 20
 WORKSPACE_BYTES = 256 << 20

@@ -1,6 +1,6 @@
 """How much of the work the TPU kernel takes at a time: tokens of a fetch, of a product, of a tile of queries.
 
-`benchmarks/tpu_tune.py` looks for better sizes than the rule's and puts them into the table beside this file.
+`benchmarks/tpu/tune.py` looks for better sizes than the rule's and puts them into the table beside this file.
 """
 
 import dataclasses

@@ -1,6 +1,7 @@
-"""The benchmarks are scripts that import each other by name, from their own folder."""
+"""Benchmarks are scripts that import each other by name, from their own folder; those for TPU and GPU are modules."""
 
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+ROOT = Path(__file__).parents[2]
+sys.path += [str(ROOT), str(ROOT / "benchmarks")]

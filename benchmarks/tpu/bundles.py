@@ -1,7 +1,7 @@
 """The machine code of a TPU kernel, read from the compiler's dump: its loops, their bundles, and the slots these fill.
 
 A TPU's core is a VLIW machine: it starts one bundle of instructions each cycle, in order. So the bundles of a loop are
-the cycles of one trip, unless something stalls. libtpu prints them, with the option of `tpu_compile.DUMP_OPTIONS`, in
+the cycles of one trip, unless something stalls. libtpu prints them, with the option of `compile.DUMP_OPTIONS`, in
 `*final_bundles.txt`, and the slots that each bundle fills in `*final_hlo-static-per-bundle-utilization.txt`.
 """
 

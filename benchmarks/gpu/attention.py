@@ -1,8 +1,8 @@
 """Our paged attention on a GPU, beside what the card reaches and beside other attention, in one run.
 
-    python benchmarks/gpu_attention.py --check --json gpu.json         # numerics first, then all shapes
-    python benchmarks/gpu_attention.py --quick                         # the steps of the bars for Llama-3.1-8B's heads
-    python benchmarks/gpu_attention.py --models llama-8b --max-minutes 9
+    python -m benchmarks.gpu.attention --check --json gpu.json         # numerics first, then all shapes
+    python -m benchmarks.gpu.attention --quick                         # the steps of the bars for Llama-3.1-8B's heads
+    python -m benchmarks.gpu.attention --models llama-8b --max-minutes 9
 
 Decodes are shown as bytes/s of the keys and values that they must read, prompts as FLOP/s of what causality leaves of
 scores and outputs; each also as a part of what a large copy, and a large product, reach on this card in this run.
@@ -16,12 +16,12 @@ scores and outputs; each also as a part of what a large copy, and a large produc
   vllm        its Triton kernel over pages (--torch-python)
 
 Pages lie anywhere. Keys and values of successive calls lie in different places, so that the L2 cache does not answer
-(gpu_steps.py); many calls make a program, so that launches are not measured (gpu_timing.py); the time of one call alone
-is shown as latency. Each system runs in a process of its own, whose failure leaves the others (gpu_jobs.py). XLA gets
+(steps.py); many calls make a program, so that launches are not measured (timing.py); the time of one call alone
+is shown as latency. Each system runs in a process of its own, whose failure leaves the others (jobs.py). XLA gets
 the options that the engine gives it; $XLA_FLAGS goes before them.
 
 Where there is no GPU, the same kernels are compiled for the card of --card, and what they take of it is printed
-(gpu_static.py).
+(static.py).
 """
 
 import argparse
@@ -34,14 +34,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from gpu_bars import OURS, Machine, Measured, as_json, describe, implausible, judge
-from gpu_jobs import UnavailableError, run_jobs
-from gpu_steps import BATCHES, CONTEXTS, HEADS, PROMPTS, Job, decode_jobs, prefill_jobs
-from gpu_timing import SAMPLES
-
+from benchmarks.gpu.bars import OURS, Machine, Measured, as_json, describe, implausible, judge
+from benchmarks.gpu.jobs import UnavailableError, run_jobs
+from benchmarks.gpu.steps import BATCHES, CONTEXTS, HEADS, PROMPTS, Job, decode_jobs, prefill_jobs
+from benchmarks.gpu.timing import SAMPLES
 from jaxllm.pallas_kernels.gpu_target import CARDS
 
-FOLDER = Path(__file__).resolve().parent
+TORCH = Path(__file__).resolve().parents[1] / "peers" / "gpu_torch.py"
 TORCH_SYSTEMS = ("torch", "flashinfer", "vllm")
 SYSTEMS = ("gpu", "xla", "cudnn", "triton", *TORCH_SYSTEMS)
 QUICK_SAMPLES = 3
@@ -84,7 +83,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     deadline = time.monotonic() + 60 * args.max_minutes
-    (found,) = run_jobs([sys.executable, str(FOLDER / "gpu_machine.py")], [{}], timeout_s=args.timeout)
+    (found,) = run_jobs([sys.executable, "-m", "benchmarks.gpu.machine"], [{}], timeout_s=args.timeout)
     record: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "arguments": sys.argv[1:],
@@ -101,10 +100,10 @@ def main() -> None:
 
 
 def compile_only(args: argparse.Namespace) -> list[dict[str, Any]]:
-    import gpu_static
+    from benchmarks.gpu import static
 
-    kernels = gpu_static.compile_kernels(args.card, args.models, args.page_size)
-    gpu_static.print_figures(kernels)
+    kernels = static.compile_kernels(args.card, args.models, args.page_size)
+    static.print_figures(kernels)
     return kernels
 
 
@@ -158,9 +157,9 @@ def run_system(
 ) -> None:
     """Adds what a system took to each step, or why there is no figure."""
     if system in TORCH_SYSTEMS:
-        command = [args.torch_python, str(FOLDER / "peers" / "gpu_torch.py"), system]
+        command = [args.torch_python, str(TORCH), system]
     else:
-        command = [sys.executable, str(FOLDER / "gpu_jax.py"), system]
+        command = [sys.executable, "-m", "benchmarks.gpu.jax_kernels", system]
     fitting = []
     for each, job in zip(measured, jobs, strict=True):
         if system == "triton" and not job.is_decode:
@@ -245,11 +244,11 @@ def _why_not(figures: dict[str, Any]) -> str:
 
 
 def check(args: argparse.Namespace, deadline: float) -> list[dict[str, Any]]:
-    """What gpu_check.py says of each program that is drawn; prints what is wrong."""
-    from gpu_check import CASES_PER_PROGRAM, draw_jobs
+    """What check.py says of each program that is drawn; prints what is wrong."""
+    from benchmarks.gpu.check import CASES_PER_PROGRAM, draw_jobs
 
     jobs = list(draw_jobs(args.check_programs))
-    command = [sys.executable, str(FOLDER / "gpu_check.py"), OURS]
+    command = [sys.executable, "-m", "benchmarks.gpu.check", OURS]
     answers = list(run_jobs(command, jobs, timeout_s=args.timeout, deadline=deadline))
     wrong = [answer for answer in answers if "error" in answer]
     refused = [answer for answer in answers if "refused" in answer]

@@ -1,6 +1,6 @@
 """Compiles for a TPU, without one, in a process of its own, and reads the machine code.
 
-    python benchmarks/tpu_compile.py my_kernel.py --chip v6e --options '{"block": 512}'
+    python -m benchmarks.tpu.compile my_kernel.py --chip v6e --options '{"block": 512}'
 
 prints the tree of loops of each Pallas kernel. The file defines `build(chip, **options) -> (function, arguments)`: a
 function to jit, or jitted already, and its arguments' `jax.ShapeDtypeStruct`s. It is called under a mesh of that chip.
@@ -23,9 +23,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tpu_bundles import Kernel, read_kernels
+from benchmarks.tpu.bundles import Kernel, read_kernels
 
-LIBTPU = Path(__file__).resolve().parent.parent / ".libtpu" / "libtpu" / "libtpu.so"
+ROOT = Path(__file__).resolve().parents[2]
+LIBTPU = ROOT / ".libtpu" / "libtpu" / "libtpu.so"
 DUMP_OPTIONS = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final.*"
 
 
@@ -73,7 +74,9 @@ def compile_cases(cases: Sequence[Case]) -> list[Program]:
 
 def _compile_in_child(cases: Sequence[Case], folder: Path) -> list[Program]:
     folder.mkdir()
-    (folder / "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
+    (folder / "cases.json").write_text(
+        json.dumps([{**asdict(case), "file": str(Path(case.file).absolute())} for case in cases])
+    )
     (folder / "dump").mkdir()
     environment = {
         **os.environ,
@@ -82,9 +85,8 @@ def _compile_in_child(cases: Sequence[Case], folder: Path) -> list[Program]:
             filter(None, [os.environ.get("LIBTPU_INIT_ARGS"), DUMP_OPTIONS.format(folder / "dump")])
         ),
     }
-    child = subprocess.run(
-        [sys.executable, __file__, "--child", str(folder)], env=environment, capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "benchmarks.tpu.compile", "--child", str(folder)]
+    child = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     programs = []
     for i, case in enumerate(cases):
         result = folder / f"{i}.json"

@@ -1,18 +1,18 @@
-"""A script for `compile_in_child`: programs that gpu_attention.py times, compiled for an H200. See its test."""
+"""A script for `compile_in_child`: programs that gpu/attention.py times, compiled for an H200. See its test."""
 
 import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[3]))
 
-import gpu_jax
-import gpu_timing
 import jax
-from gpu_steps import decode_jobs, prefill_jobs
 from jax.sharding import NamedSharding, PartitionSpec
 
+from benchmarks.gpu import jax_kernels as gpu_jax
+from benchmarks.gpu import timing as gpu_timing
+from benchmarks.gpu.steps import decode_jobs, prefill_jobs
 from jaxllm.pallas_kernels.gpu_target import gpu_mesh
 
 ROUNDS, CALLS = 8, 4

@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
 
-from tpu_bundles import Code, Loop
-from tpu_chips import CHIPS, Chip
-from tpu_compile import Program
-from tpu_interpret import Counts, Trips
-from tpu_workload import Workload
+from benchmarks.kernel_workload import Workload
+from benchmarks.tpu.bundles import Code, Loop
+from benchmarks.tpu.chips import CHIPS, Chip
+from benchmarks.tpu.compile import Program
+from benchmarks.tpu.interpret import Counts, Trips
 
 
 @dataclass(frozen=True)

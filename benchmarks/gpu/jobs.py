@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+ROOT = Path(__file__).resolve().parents[2]
 LOST_IN_A_ROW = 3  # After so many jobs that took their process with them, the others are not tried.
 
 
@@ -83,6 +84,7 @@ def _run_child(
         jobs_file.write_text(json.dumps(list(jobs)))
         child = subprocess.Popen(
             [*command, str(jobs_file)],
+            cwd=ROOT,
             env=variables,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

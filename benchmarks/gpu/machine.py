@@ -1,6 +1,6 @@
 """What a GPU reaches where nothing is in its way: bytes of a large copy, FLOP/s of a large product in bfloat16.
 
-    python benchmarks/gpu_machine.py
+    python -m benchmarks.gpu.machine
 
 prints them, with what the machine is, as a JSON object. Attention is measured against these figures of the same run.
 """
@@ -23,7 +23,8 @@ def describe() -> dict[str, Any]:
     others = _nvidia_smi("pid,process_name", query="compute-apps")  # Before JAX makes this process one of them.
 
     import jax
-    from gpu_timing import engine_options
+
+    from benchmarks.gpu.timing import engine_options
 
     device = jax.devices()[0]
     limit = (device.memory_stats() or {}).get("bytes_limit") if device.platform == "gpu" else None
@@ -42,7 +43,8 @@ def copy_rate(num_bytes: int = COPY_BYTES) -> float:
     """Bytes/s, read and written ones together, of the faster of two: the driver's copy, and XLA's with an addition."""
     import jax
     import jax.numpy as jnp
-    from gpu_timing import time_launches
+
+    from benchmarks.gpu.timing import time_launches
 
     x = jnp.arange(num_bytes // 4, dtype=jnp.int32)
     seconds = []
@@ -55,8 +57,9 @@ def product_rate(size: int = PRODUCT_SIZE) -> float:
     """FLOP/s of products of square matrices of random numbers: with zeros, the card would draw less and run faster."""
     import jax
     import jax.numpy as jnp
-    from gpu_timing import time_launches
     from jax import lax
+
+    from benchmarks.gpu.timing import time_launches
 
     a, b = jax.random.normal(jax.random.key(0), (2, size, size), jnp.bfloat16)
     b = b * size**-0.5  # So that a product has the size of what goes in.
@@ -90,6 +93,6 @@ if __name__ == "__main__":
     if len(sys.argv) == 1:
         print(json.dumps(run({}), indent=1))
     else:
-        from gpu_jobs import serve
+        from benchmarks.gpu.jobs import serve
 
         serve(run, sys.argv[1])

@@ -1,7 +1,7 @@
 """What our kernels for GPUs take of a Hopper card, by their compilation, where there is none.
 
     make cuda                       # JAX's plugin with the compilers
-    python benchmarks/gpu_static.py --cards h200 h100 --models llama-8b qwen3-0.6b
+    python -m benchmarks.gpu.static --cards h200 h100 --models llama-8b qwen3-0.6b
 
 A row is a kernel of a program: of the decode program, or of the one for any mix of rows.
 
@@ -20,12 +20,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpu_jobs import run_jobs, serve
-from gpu_steps import HEADS
-
+from benchmarks.gpu.jobs import run_jobs, serve
+from benchmarks.gpu.steps import HEADS
 from jaxllm.pallas_kernels.gpu_target import CARDS, environment
 
-PLUGIN = Path(__file__).resolve().parents[1] / ".cuda"
+PLUGIN = Path(__file__).resolve().parents[2] / ".cuda"
 PROGRAMS = ("decode", "mixed")
 NUM_SEQS, NUM_TOKENS, CONTEXT, NUM_PAGES = 128, 2048, 32_768, 4096
 TIMEOUT_S = 600
@@ -54,7 +53,7 @@ def compile_kernels(cards: Sequence[str], models: Sequence[str], page_size: int)
         for heads, names in shapes.items()
         for program in PROGRAMS
     ]
-    command = [sys.executable, __file__, "--child"]
+    command = [sys.executable, "-m", "benchmarks.gpu.static", "--child"]
     answers = run_jobs(command, jobs, variables=environment(PLUGIN), timeout_s=TIMEOUT_S)
     return [{**job, **answer} for job, answer in zip(jobs, answers, strict=True)]
 

@@ -1,9 +1,9 @@
-"""The steps of attention that gpu_attention.py measures, and how each is laid out so that its reads reach memory."""
+"""The steps of attention that attention.py measures, and how each is laid out so that its reads reach memory."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tpu_workload import Workload
+from benchmarks.kernel_workload import Workload
 
 HEADS = {  # Query heads, KV heads, size of a head.
     "llama-8b": (32, 8, 128),

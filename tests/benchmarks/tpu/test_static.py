@@ -7,17 +7,17 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-import tpu_jax_kernel
-import tpu_our_kernel
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from tpu_bundles import Region, read_kernels
-from tpu_chips import CHIPS, Chip
-from tpu_compile import LIBTPU, Case, Program, compile_cases, describe
-from tpu_estimate import estimate
-from tpu_interpret import Trips, count, count_each
-from tpu_workload import Workload
 
+from benchmarks.kernel_workload import Workload
+from benchmarks.tpu import jax_kernel as tpu_jax_kernel
+from benchmarks.tpu import our_kernel as tpu_our_kernel
+from benchmarks.tpu.bundles import Region, read_kernels
+from benchmarks.tpu.chips import CHIPS, Chip
+from benchmarks.tpu.compile import LIBTPU, Case, Program, compile_cases, describe
+from benchmarks.tpu.estimate import estimate
+from benchmarks.tpu.interpret import Trips, count, count_each
 from jaxllm.pallas_kernels.ragged_paged_attention.tpu_blocks import Blocks
 from jaxllm.pallas_kernels.tpu_target import tpu_mesh
 

@@ -1,6 +1,6 @@
 """The kernels for GPUs against the reference, on the GPU: the random cases of tests/pallas_kernels.
 
-A child of gpu_attention.py (see gpu_jobs.py): `python gpu_check.py IMPLEMENTATION JOBS_FILE`. A job is a program of
+A child of attention.py (see jobs.py): `python -m benchmarks.gpu.check IMPLEMENTATION JOBS_FILE`. A job is a program of
 `draw_jobs`, for which some steps are drawn.
 """
 
@@ -11,15 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "pallas_kernels"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "pallas_kernels"))
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from attention_cases import STYLES, Case, Program, draw_case, draw_programs, fitted
-from gpu_jobs import serve
 from jax import Array
 
+from benchmarks.gpu.jobs import serve
 from jaxllm.pallas_kernels.ragged_paged_attention import (
     KVCacheSpec,
     check_support,

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tpu_chips import Chip
-from tpu_interpret import Counts, count_each
-from tpu_workload import Workload
 
+from benchmarks.kernel_workload import Workload
+from benchmarks.tpu.chips import Chip
+from benchmarks.tpu.interpret import Counts, count_each
 from jaxllm.pallas_kernels.ragged_paged_attention import tpu, tpu_blocks
 from jaxllm.pallas_kernels.ragged_paged_attention.tpu_layout import NUM_LANES, Layout, round_up
 
@@ -39,7 +39,7 @@ def block_choices(chip: str, workload: Workload) -> list[Blocks]:
 
 
 def build(chip: str, workload: dict[str, Any], blocks: Blocks) -> tuple[Any, tuple]:
-    """The call and its arguments, for `tpu_compile`."""
+    """The call and its arguments, for `compile`."""
     w = Workload(**workload)
     S, P = w.num_seqs, w.pages_per_seq
     num_pages = max(S * P + 1, CACHE_BYTES // (w.page_size * w.token_kv_bytes))

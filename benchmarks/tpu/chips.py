@@ -1,6 +1,6 @@
 """What one core of each TPU does in a second, and how far the compiler's schedule agrees.
 
-    python benchmarks/tpu_chips.py
+    python -m benchmarks.tpu.chips
 
 A device of v5e, v6e and v7x is one core (a v7x chip is two devices). A device of v5p is two cores that share its
 memory, of which a Pallas kernel uses one unless its grid says otherwise; the figures are a core's. Bandwidth and FLOP/s
@@ -76,7 +76,7 @@ CHIPS = {
 
 
 def build(chip: str, size: int):
-    """A product of two square bfloat16 matrices, for `tpu_compile`."""
+    """A product of two square bfloat16 matrices, for `compile`."""
     import jax
     import jax.numpy as jnp
 
@@ -85,7 +85,7 @@ def build(chip: str, size: int):
 
 
 def main() -> None:
-    from tpu_compile import Case, compile_cases
+    from benchmarks.tpu.compile import Case, compile_cases
 
     print(f"{'core':6}{'peak':>16}   16 rows of bfloat16: XLA's loop, the unit", end="")
     print(f"{'clock for the peak':>20}{'used':>12}")

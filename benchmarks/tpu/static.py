@@ -1,7 +1,7 @@
 """How fast a TPU attention kernel can be, read from its machine code, beside JAX's own kernel; no TPU needed.
 
-    python benchmarks/tpu_static.py
-    python benchmarks/tpu_static.py --chips v5e v5p v6e v7x --heads 9 3 64 --json static.json
+    python -m benchmarks.tpu.static
+    python -m benchmarks.tpu.static --chips v5e v5p v6e v7x --heads 9 3 64 --json static.json
 
 Each kernel is compiled by libtpu for each chip, JAX's own with several block sizes, of which the best is shown.
 
@@ -28,14 +28,13 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
-import tpu_jax_kernel
-import tpu_our_kernel
-from tpu_chips import CHIPS
-from tpu_compile import Case, compile_cases
-from tpu_estimate import Estimate, estimate
-from tpu_workload import Workload
+from benchmarks.kernel_workload import Workload
+from benchmarks.tpu import jax_kernel, our_kernel
+from benchmarks.tpu.chips import CHIPS
+from benchmarks.tpu.compile import Case, compile_cases
+from benchmarks.tpu.estimate import Estimate, estimate
 
-KERNELS: dict[str, ModuleType] = {module.NAME: module for module in (tpu_our_kernel, tpu_jax_kernel)}
+KERNELS: dict[str, ModuleType] = {module.NAME: module for module in (our_kernel, jax_kernel)}
 _UNITS = ("MATMUL", "MATPUSH", "XLU", "VALU", "EUP", "VLOAD", "VSTORE", "SALU")
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tpu_workload import Workload
+from benchmarks.kernel_workload import Workload
 
 OURS = "gpu"
 PLAUSIBLE_SHARE = 1.15  # A copy also writes, which costs more than reading; nothing else makes attention the faster.

@@ -8,9 +8,9 @@ from collections import Counter
 from functools import partial
 from typing import Any
 
-from tpu_chips import CHIPS, Chip
-from tpu_interpret import Counts, Trips
-from tpu_workload import Workload
+from benchmarks.kernel_workload import Workload
+from benchmarks.tpu.chips import CHIPS, Chip
+from benchmarks.tpu.interpret import Counts, Trips
 
 NAME = "jax"
 FILE = __file__
@@ -32,7 +32,7 @@ def block_choices(chip: str, workload: Workload) -> list[Blocks]:
 
 
 def build(chip: str, workload: dict[str, Any], blocks: Blocks) -> tuple[Any, tuple]:
-    """The call and its arguments, for `tpu_compile`."""
+    """The call and its arguments, for `compile`."""
     import jax
     import jax.numpy as jnp
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention

@@ -1,6 +1,6 @@
-"""Attention in JAX as gpu_attention.py measures it: ours over pages, and what JAX has.
+"""Attention in JAX as attention.py measures it: ours over pages, and what JAX has.
 
-A child of gpu_attention.py (see gpu_jobs.py): `python gpu_jax.py SYSTEM JOBS_FILE`.
+A child of attention.py (see jobs.py): `python -m benchmarks.gpu.jax_kernels SYSTEM JOBS_FILE`.
 
 Queries and values are normal; keys are KEY_STD times as large. So softmax picks a few tokens, and outputs, which are
 the next call's queries, keep their size: with queries that shrink to nothing all weights were 1, and a card multiplies
@@ -17,12 +17,12 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gpu_jobs import serve
-from gpu_steps import Job
-from gpu_timing import SAMPLES, Calls, Times, time_calls
 from jax import Array
-from tpu_workload import Workload
 
+from benchmarks.gpu.jobs import serve
+from benchmarks.gpu.steps import Job
+from benchmarks.gpu.timing import SAMPLES, Calls, Times, time_calls
+from benchmarks.kernel_workload import Workload
 from jaxllm.pallas_kernels.ragged_paged_attention import (
     KVCacheSpec,
     kv_cache_shape,

@@ -1,5 +1,5 @@
-"""What gpu_attention.py says of a card, as far as it can be known without one: the same programs on tiny steps on the
-CPU, its arithmetic against counting, and its verdicts on made-up figures."""
+"""What benchmarks/gpu/attention.py says of a card, as far as one can tell without one: the same programs on tiny steps
+on the CPU, its arithmetic against counting, and its verdicts on made-up figures."""
 
 import json
 import re
@@ -8,25 +8,26 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import gpu_attention
-import gpu_check
-import gpu_jax
-import gpu_jobs
-import gpu_machine
-import gpu_static
-import gpu_timing
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import Program
-from gpu_bars import BARS, Bar, Machine, Measured, describe, implausible, judge
 from gpu_compilation import compile_in_child
-from gpu_jobs import UnavailableError, run_jobs
-from gpu_steps import BATCHES, CONTEXTS, HEADS, L2_BYTES, PROMPTS, Job, decode_jobs, prefill_jobs
-from tpu_workload import Workload
 
-FOLDER, FOLDER_OF_TESTS = Path(gpu_attention.__file__).parent, Path(__file__).parent
+from benchmarks.gpu import attention as gpu_attention
+from benchmarks.gpu import check as gpu_check
+from benchmarks.gpu import jax_kernels as gpu_jax
+from benchmarks.gpu import jobs as gpu_jobs
+from benchmarks.gpu import machine as gpu_machine
+from benchmarks.gpu import static as gpu_static
+from benchmarks.gpu import timing as gpu_timing
+from benchmarks.gpu.bars import BARS, Bar, Machine, Measured, describe, implausible, judge
+from benchmarks.gpu.jobs import UnavailableError, run_jobs
+from benchmarks.gpu.steps import BATCHES, CONTEXTS, HEADS, L2_BYTES, PROMPTS, Job, decode_jobs, prefill_jobs
+from benchmarks.kernel_workload import Workload
+
+FOLDER_OF_TESTS = Path(__file__).parent
 MACHINE = Machine(copy_bytes_per_s=4e12, product_flops_per_s=800e12)
 DECODE, PREFILL = (
     Job(
@@ -278,7 +279,7 @@ def test_rates_of_the_machine_count_what_they_move_and_multiply(monkeypatch: pyt
 @pytest.mark.nightly
 def test_the_cache_is_updated_in_place_by_each_program_that_is_timed():
     """Compiled for an H200: else a copy of it would be timed in place of attention."""
-    for cache_bytes, aliased_bytes, temporary_bytes in compile_in_child(FOLDER_OF_TESTS / "gpu_rounds_program.py"):
+    for cache_bytes, aliased_bytes, temporary_bytes in compile_in_child(FOLDER_OF_TESTS / "rounds_program.py"):
         assert temporary_bytes < cache_bytes <= aliased_bytes
 
 
@@ -354,7 +355,7 @@ def test_the_childs_side_turns_exceptions_into_answers(tmp_path: Path, capsys: p
 
 def test_the_jax_child_answers_what_is_asked(tmp_path: Path):
     jobs = [{**asdict(job), "samples": 1} for job in (DECODE, replace(DECODE, num_pages=2))]
-    command = [sys.executable, str(FOLDER / "gpu_jax.py"), "xla"]
+    command = [sys.executable, "-m", "benchmarks.gpu.jax_kernels", "xla"]
     measured, failed = run_jobs(command, jobs, timeout_s=120)
     assert 0 < measured["median_s"] < 1
     assert "error" in failed  # So few pages do not hold its places.

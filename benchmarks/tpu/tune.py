@@ -1,11 +1,11 @@
 """Finds block sizes for our TPU kernel from its machine code, and writes them into the kernel's table.
 
-    python benchmarks/tpu_tune.py                                      # all shapes below, for all chips: hours
-    python benchmarks/tpu_tune.py --chips v6e --heads 32 8 128         # one shape: some minutes
+    python -m benchmarks.tpu.tune                                      # all shapes below, for all chips: hours
+    python -m benchmarks.tpu.tune --chips v6e --heads 32 8 128         # one shape: some minutes
 
 Starts from the sizes of the kernel's rule and goes to half or twice the tokens of a product, and for prompts also the
 queries of a tile, as long as that is better by one part in a hundred. Rated is the mean of time / bound over the
-contexts below, with the estimate of `tpu_estimate.py`. What differs from the rule in the end becomes a row of the
+contexts below, with the estimate of `estimate.py`. What differs from the rule in the end becomes a row of the
 table. Sizes of fetches stay as the rule has them: what they cost, a DMA's latency, is not in machine code.
 
 A shape that has a row is left alone (remove it to tune again), and a row is written as soon as it is found: so the
@@ -19,13 +19,12 @@ from dataclasses import asdict, replace
 from functools import cache, partial
 from statistics import mean
 
-import tpu_our_kernel
-from tpu_chips import CHIPS
-from tpu_compile import Case, compile_cases
-from tpu_estimate import estimate
-from tpu_interpret import Counts
-from tpu_workload import Workload
-
+from benchmarks.kernel_workload import Workload
+from benchmarks.tpu import our_kernel
+from benchmarks.tpu.chips import CHIPS
+from benchmarks.tpu.compile import Case, compile_cases
+from benchmarks.tpu.estimate import estimate
+from benchmarks.tpu.interpret import Counts
 from jaxllm.pallas_kernels.ragged_paged_attention import tpu_blocks
 from jaxllm.pallas_kernels.ragged_paged_attention.tpu_blocks import Blocks
 from jaxllm.pallas_kernels.ragged_paged_attention.tpu_layout import Layout
@@ -74,7 +73,7 @@ def tune(chip: str, num_heads: int, num_kv_heads: int, head_dim: int, dtype: str
     step = partial(Workload, **heads, kv_dtype=dtype, page_size=page_size)
     decodes = tuple(step(num_seqs=NUM_DECODES, q_len=1, kv_len=n) for n in DECODE_CONTEXTS)
     prompts = tuple(step(num_seqs=CHUNK_TOKENS // n, q_len=n, kv_len=n) for n in PROMPTS)
-    layout = tpu_our_kernel.layout_of(decodes[0])
+    layout = our_kernel.layout_of(decodes[0])
     name = f"{chip} {tpu_blocks.key(layout)}"
     rows = json.loads(tpu_blocks.TABLE.read_text())
     if tpu_blocks.key(layout) in rows.get(chip, {}):
@@ -110,8 +109,7 @@ def rate(
 ) -> dict[Blocks, float]:
     """The mean of time / bound with each of the block sizes; infinite where they do not compile."""
     cases = [
-        Case(tpu_our_kernel.FILE, chip, {"workload": asdict(workloads[0]), "blocks": asdict(blocks)})
-        for blocks in tried
+        Case(our_kernel.FILE, chip, {"workload": asdict(workloads[0]), "blocks": asdict(blocks)}) for blocks in tried
     ]
     ratings = {}
     for blocks, program in zip(tried, compile_cases(cases), strict=True):
@@ -121,7 +119,7 @@ def rate(
             print(f"{title}: {program.error}", flush=True)
             continue
         found = [
-            estimate(chip, tpu_our_kernel, program, workload, asdict(blocks), counts)
+            estimate(chip, our_kernel, program, workload, asdict(blocks), counts)
             for workload, counts in zip(workloads, counts_each(workloads, relevant(blocks, names)), strict=True)
         ]
         ratings[blocks] = mean(e.time_s / (e.memory_bound_s if e.is_decode else e.matrix_bound_s) for e in found)
@@ -139,7 +137,7 @@ def relevant(blocks: Blocks, names: Sequence[str]) -> Blocks:
 
 @cache  # They are the same for all chips.
 def counts_each(workloads: tuple[Workload, ...], blocks: Blocks) -> list[Counts]:
-    return tpu_our_kernel.counts_each(workloads, asdict(blocks))
+    return our_kernel.counts_each(workloads, asdict(blocks))
 
 
 if __name__ == "__main__":
