@@ -154,7 +154,8 @@ def variants(job: Job) -> dict[str, gpu_timing.Calls]:
     return found | {f"contiguous, {name}": calls for name, calls in gpu_jax.contiguous(job, "xla")}
 
 
-@pytest.mark.parametrize("job", [pytest.param(DECODE, marks=pytest.mark.nightly), PREFILL], ids=["decode", "prefill"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("job", [DECODE, PREFILL], ids=["decode", "prefill"])
 def test_a_program_of_rounds_is_its_calls_one_by_one(job: Job):
     for name, calls in variants(job).items():
         q, state = calls.q, jax.tree.map(jnp.copy, calls.state)
@@ -167,7 +168,7 @@ def test_a_program_of_rounds_is_its_calls_one_by_one(job: Job):
         assert out.shape == calls.q.shape
 
 
-@pytest.mark.parametrize("job", [DECODE, PREFILL], ids=["decode", "prefill"])
+@pytest.mark.parametrize("job", [pytest.param(DECODE, marks=pytest.mark.nightly), PREFILL], ids=["decode", "prefill"])
 def test_each_place_has_keys_and_values_of_its_own(job: Job):
     for name, calls in variants(job).items():
         outs = [np.float32(gpu_timing.Launcher(replace_state(calls)).launch_one(i)) for i in (0, 1, 2)]
@@ -353,6 +354,7 @@ def test_the_childs_side_turns_exceptions_into_answers(tmp_path: Path, capsys: p
     assert lines == [{"job": 0, "error": "ZeroDivisionError: division by zero"}, {"job": 1, "y": 0.5}]
 
 
+@pytest.mark.nightly
 def test_the_jax_child_answers_what_is_asked(tmp_path: Path):
     jobs = [{**asdict(job), "samples": 1} for job in (DECODE, replace(DECODE, num_pages=2))]
     command = [sys.executable, "-m", "benchmarks.gpu.jax_kernels", "xla"]
@@ -389,6 +391,7 @@ def test_drawn_programs_are_such_as_a_hopper_kernel_takes():
     assert any(program.decode_only for program in programs)
 
 
+@pytest.mark.nightly
 def test_the_check_passes_what_is_right_and_names_what_is_wrong(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(gpu_check, "CASES_PER_PROGRAM", 2)
     program = Program(
@@ -544,6 +547,7 @@ def test_a_run_prints_its_tables_and_writes_its_figures(
     assert [bar["met"] for bar in written["bars"]] == [None, None, None, False, None]
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not (gpu_static.PLUGIN / ".installed").exists(), reason="`make cuda` installs JAX's CUDA plugin")
 def test_without_a_gpu_the_kernels_are_compiled_and_described(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -311,6 +311,7 @@ def test_several_calls_are_counted_apart():
     assert found[1].num_dmas == {("hbm", "vmem"): 3}
 
 
+@pytest.mark.nightly
 def test_workloads_counted_together_are_as_alone():
     heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 128, "kv_dtype": "bfloat16", "page_size": 64}
     blocks = {field.name: 128 for field in fields(Blocks)}

@@ -62,7 +62,7 @@ def is_mlp(module):
     return ".mlp." in module
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen2", pytest.param("gemma3", marks=pytest.mark.nightly)])
 def test_a_model_runs_with_layers_of_a_format_that_none_of_its_code_knows(tiny_model, name):
     """The MLPs in int8, as checkpoints leave other layers as they are: logits as of the same weights in float32."""
     tiny, rng = tiny_model(name), np.random.default_rng(0)
