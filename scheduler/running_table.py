@@ -81,7 +81,7 @@ class RunningTable:
         self.last_release = -1
         self.num_verifying = 0
         self.requests = np.full(num_rows, None, object)
-        self._num_stops = Counter[int]()  # requests that a token with these low bits may stop
+        self._num_stops: dict[int, int] = {}  # requests that a token with these low bits may stop
         self._is_stop = np.zeros(_STOP_BITS + 1, bool)
         self._free_rows = list(range(num_rows - 1, -1, -1))  # a stack; low numbers first
 
@@ -116,9 +116,8 @@ class RunningTable:
         self.priority[row] = request.priority
         for token_id in request.stop_token_ids:
             bits = token_id & _STOP_BITS
-            if not self._num_stops[bits]:
-                self._is_stop[bits] = True
-            self._num_stops[bits] += 1
+            self._num_stops[bits] = self._num_stops.get(bits, 0) + 1
+            self._is_stop[bits] = True
         self.requests[row] = request
         request.attach(self, row)
         return row
@@ -133,8 +132,10 @@ class RunningTable:
             request.detach()
             for token_id in request.stop_token_ids:
                 bits = token_id & _STOP_BITS
-                self._num_stops[bits] -= 1
-                if not self._num_stops[bits]:
+                number = self._num_stops.pop(bits) - 1
+                if number:
+                    self._num_stops[bits] = number
+                else:
                     self._is_stop[bits] = False
         for table in self.group_tables:
             table[rows, :most] = 0
@@ -307,5 +308,5 @@ class RunningTable:
                 left_R = num_left_pages(self.num_computed_tokens, window, self._page_size)
                 assert (first_page_R <= np.maximum(left_R, 0)).all(), "a page left that the next token sees"
         stops = [token_id & _STOP_BITS for request in self.running_requests for token_id in request.stop_token_ids]
-        assert self._num_stops == Counter(stops)
+        assert self._num_stops == dict(Counter(stops))
         assert np.flatnonzero(self._is_stop).tolist() == sorted(set(stops))

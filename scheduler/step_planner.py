@@ -380,8 +380,10 @@ class StepPlanner:
         Reserved pages do not count as free: else a prompt would often be read only to be preempted.
         """
         pages, table, num_groups = self._pages, self._table, self._config.num_groups
-        num_spare = pages.num_free_pages - self._num_reserved_pages
-        if table.num_free_rows and pages.num_missing(request, shared_pages) <= num_spare:
+        num_free_rows = table.num_free_rows
+        num_reserved = (table.num_rows - num_free_rows) * num_groups + pages.loads.num_reserved_pages
+        num_spare = pages.pool.num_free_pages - num_reserved
+        if num_free_rows and pages.num_missing(request, shared_pages) <= num_spare:
             return True
         if not self._outranks_some(request):
             return False
