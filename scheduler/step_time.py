@@ -76,15 +76,15 @@ class StepTimeModel:
         if self._num_steps < _MIN_STEPS:
             return at_most
         fixed, per_token, per_kv_token, per_pair = self._fitted().tolist()
-        left = seconds - fixed - per_kv_token * num_kv_tokens
+        rest = seconds - fixed - per_kv_token * num_kv_tokens
         if not self._sizes:
-            left -= per_token * num_other_tokens
-            return _most(left, per_token + per_pair * depth, per_pair / 2, at_most)
+            rest -= per_token * num_other_tokens
+            return _most(rest, per_token + per_pair * depth, per_pair / 2, at_most)
         most = 0
         for size in self._sizes:
             room = min(size - num_other_tokens, at_most)
             if room > most:
-                most = max(most, _most(left - per_token * size, per_pair * depth, per_pair / 2, room))
+                most = max(most, _most(rest - per_token * size, per_pair * depth, per_pair / 2, room))
         return most
 
     def _fitted(self) -> np.ndarray:
@@ -127,10 +127,10 @@ def padded(num_tokens: int, sizes: Sequence[int]) -> int:
     return sizes[index] if index < len(sizes) else num_tokens
 
 
-def _most(left: float, per_token: float, per_square: float, at_most: int) -> int:
-    """The most tokens x, at most `at_most`, of which per_token · x + per_square · x² is within `left`."""
-    if left < 0:
+def _most(seconds: float, per_token: float, per_square: float, at_most: int) -> int:
+    """The most tokens x, at most `at_most`, of which per_token · x + per_square · x² is within `seconds`."""
+    if seconds < 0:
         return 0
-    if per_token * at_most + per_square * at_most**2 <= left:
+    if per_token * at_most + per_square * at_most**2 <= seconds:
         return at_most
-    return int(2 * left / (per_token + sqrt(per_token**2 + 4 * per_square * left)))
+    return int(2 * seconds / (per_token + sqrt(per_token**2 + 4 * per_square * seconds)))

@@ -38,8 +38,7 @@ def engine_metrics(llm: "AsyncLLM", prefix: str, model_name: str) -> Iterator[Me
     yield maker.gauge("engine_heartbeat_age_seconds", "Since the engine last told how it is.", llm.heartbeat_age_s)
     yield maker.counter("engine_losses", "How often the engine died, and with it its requests.", llm.num_restarts)
     yield _cache_config(llm.info, maker)
-    if (stats := llm.stats) is None:
-        return
+    stats = llm.stats
     yield from _requests(stats.scheduler, maker)
     yield from _kv_cache(stats.scheduler, maker)
     yield from _steps(stats, maker)

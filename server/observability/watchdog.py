@@ -26,8 +26,8 @@ class Watchdog:
     def look(self) -> None:
         """Takes notice of progress. To be called every second or so, for what it has not seen it does not know."""
         stats, now = self._llm.stats, self._clock()
-        if stats is None or stats.num_steps != self._num_steps or not stats.scheduler.num_running:
-            self._num_steps = -1 if stats is None else stats.num_steps
+        if stats.num_steps != self._num_steps or not stats.scheduler.num_running:
+            self._num_steps = stats.num_steps
             self._last_progress = now
 
     def problem(self) -> str | None:

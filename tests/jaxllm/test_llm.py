@@ -391,6 +391,26 @@ def test_engine_options_are_refused_before_anything_is_compiled(tiny_folder, mon
         LLM("./nowhere")
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tensor_parallel_size": 64},
+        {"attention_implementation": "cuda"},
+        {"attention_implementation": "tpu"},
+        {"min_batch": 4},
+        {"min_batch": 4, "max_wait_ms": 5.0, "max_num_seqs": 2},
+        {"max_num_seqs": 8, "max_num_batched_tokens": 4},
+        {"host_kv_gb": 1.0, "enable_prefix_caching": False},
+        {"ttft_target_ms": 100.0},
+        {"tenants": {"a": 1}},
+    ],
+    ids=str,
+)
+def test_what_contradicts_itself_or_the_machine_is_refused_before_a_file_is_opened(options):
+    with pytest.raises(ConfigError):
+        LLM("./nowhere", **options)
+
+
 def test_a_model_without_a_tokenizer_is_refused_before_anything_is_compiled(tmp_path, monkeypatch):
     monkeypatch.setattr(Runner, "__init__", None)
     write_tiny_model("llama", tmp_path)

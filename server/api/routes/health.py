@@ -53,9 +53,9 @@ async def load(server: ServerDep) -> dict[str, Any]:
     server_load: requests that the HTTP side is answering, of all API workers. num_running, num_waiting: in the engine,
     where a request with n choices counts n times.
     """
-    stats = server.llm.stats
+    scheduler = server.llm.stats.scheduler
     return {
         "server_load": server.drain.board.total_active,
-        "num_running": 0 if stats is None else stats.scheduler.num_running,
-        "num_waiting": 0 if stats is None else stats.scheduler.num_waiting,
+        "num_running": scheduler.num_running,
+        "num_waiting": scheduler.num_waiting,
     }

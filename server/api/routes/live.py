@@ -30,7 +30,7 @@ async def live(server: ServerDep, caller: CallerDep) -> dict[str, Any]:
         "is_draining": server.drain.is_draining,
         "engine": _engine(llm),
         "recent": server.metrics.recent(),
-        **(_now(llm.stats) if llm.stats is not None else {}),
+        **_now(llm.stats),
     }
 
 

@@ -59,9 +59,3 @@ def test_a_new_request_after_a_long_silence_is_no_problem(watchdog, engine, cloc
     watchdog.look()
     engine.stats.scheduler.num_running = 1
     assert watchdog.problem() is None
-
-
-def test_an_engine_that_has_told_nothing_yet_is_given_time(watchdog, engine, clock):
-    engine.stats = None
-    clock.now += 1000
-    assert watchdog.problem() is None
