@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from jaxllm.errors import JaxLLMError
-from jaxllm.scheduler.errors import SchedulerConfigError
+from jaxllm.errors import InvalidRequestError, JaxLLMError
+from jaxllm.scheduler.errors import RequestRefusedError, SchedulerConfigError
 
 
 def checked_options[C: type](error: type[JaxLLMError]) -> Callable[[C], C]:
-    """Makes a keyword-only dataclass raise `error` for an option that it does not have, and where a base class that
-    belongs to the scheduler, which knows none of our errors, refuses a value."""
+    """Makes a keyword-only dataclass raise `error` for an option that it does not have, and one of our errors where a
+    base class that belongs to the scheduler, which knows none of them, refuses a value."""
 
     def decorate(cls: C) -> C:
         initialize = cls.__init__  # type: ignore[misc]
@@ -29,6 +29,8 @@ def checked_options[C: type](error: type[JaxLLMError]) -> Callable[[C], C]:
                 initialize(self, *args, **options)
             except SchedulerConfigError as refusal:
                 raise error(str(refusal)) from refusal
+            except RequestRefusedError as refusal:
+                raise InvalidRequestError(str(refusal), param=refusal.param) from refusal
 
         cls.__init__ = checked  # type: ignore[misc]
         return cls

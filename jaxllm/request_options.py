@@ -2,18 +2,12 @@
 
 from jaxllm.errors import InvalidRequestError
 from jaxllm.options import checked_options
-from jaxllm.scheduler import RequestRefusedError, request_options
+from jaxllm.scheduler import request_options
 
 
 @checked_options(InvalidRequestError)
 class RequestOptions(request_options.RequestOptions):
     __doc__ = (request_options.RequestOptions.__doc__ or "").replace("RequestRefusedError", "InvalidRequestError")
-
-    def __post_init__(self) -> None:
-        try:
-            super().__post_init__()
-        except RequestRefusedError as error:
-            raise InvalidRequestError(str(error), param=error.param) from error
 
 
 DEFAULT_OPTIONS = RequestOptions()

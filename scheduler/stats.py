@@ -108,8 +108,3 @@ class SchedulerStats:
     def num_waiting(self) -> int:
         """Requests that do not run: new ones, those that wait for input or pages, and preempted ones."""
         return sum(number for status, number in self.num_requests.items() if not status.is_finished) - self.num_running
-
-    @property
-    def num_finished(self) -> int:
-        """However they ended, since the start."""
-        return sum(number for status, number in self.num_requests.items() if status.is_finished)

@@ -156,8 +156,8 @@ class EngineCore:
 
     def _launch(self, plan: StepPlan | None, moves: PageMoves) -> None:
         if plan is None:
-            if moves:
-                self.runner.launch(StepCommand(moves))
+            if command := StepCommand(moves):
+                self.runner.launch(command)
             return
         self._current = plan
         self._reports.start(plan)
