@@ -3,43 +3,19 @@
 import dataclasses
 
 import pytest
-from tiny_models import write_tiny_model
-from tiny_tokenizer import write_tokenizer
+from tiered_engine import OPTIONS, converse, tiered_llm, write_model
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.errors import ConfigError
 from jaxllm.scheduler import Scheduler
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-OPTIONS = {
-    "dtype": "float32",
-    "max_model_len": 128,
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 64,
-    "page_size": 8,
-    "num_pages": 30,  # less than half of what the conversations below come to have
-    "compilation_cache_dir": "",
-}
-
-
-def converse(llm, num_conversations=6, num_turns=4):
-    """The tokens of conversations that take turns, each of which needs its history again."""
-    vocab_size, histories = llm.engine.vocab_size, []
-    for number in range(num_conversations):
-        histories.append([(7 * number + 3 * index) % vocab_size for index in range(24)])
-    for turn in range(num_turns):
-        prompts = [{"prompt_token_ids": history} for history in histories]
-        for history, output in zip(histories, llm.generate(prompts, PARAMS, use_tqdm=False), strict=True):
-            history += [*output.outputs[0].token_ids, turn + 1]
-    llm.engine.scheduler.check_integrity()
-    return histories
+NUM_TURNS = 4
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3"])
 def llm(request, tmp_path_factory):
-    folder = write_tiny_model(request.param, tmp_path_factory.mktemp(request.param))
-    write_tokenizer(folder)
-    llm = LLM(str(folder), **OPTIONS, host_kv_gb=0.01, kv_return_by="copy")
+    llm = tiered_llm(write_model(request.param, tmp_path_factory.mktemp(request.param)))
     yield llm
     llm.engine.shutdown()
 
@@ -58,7 +34,7 @@ def expected(llm):
     """Of an engine that computes all again that it needs again."""
     config = llm.engine.scheduler.config
     reschedule(llm, enable_prefix_caching=False, num_host_pages=0)
-    histories = converse(llm)
+    histories = converse(llm, PARAMS, NUM_TURNS)
     reschedule(llm, enable_prefix_caching=True, num_host_pages=config.num_host_pages)
     return histories
 
@@ -66,7 +42,7 @@ def expected(llm):
 @pytest.mark.parametrize("return_by", ["copy", "recompute"])
 def test_tiers_and_both_ways_back_give_the_same_tokens(llm, expected, return_by):
     reschedule(llm, kv_return_by=return_by)
-    assert converse(llm) == expected
+    assert converse(llm, PARAMS, NUM_TURNS) == expected
     stats = llm.engine.scheduler.stats()
     assert stats.num_saved_pages > 30
     assert (stats.num_loaded_pages > 30) == (return_by == "copy")
@@ -89,7 +65,7 @@ def test_copies_that_fail_cost_time_only(llm, expected, monkeypatch):
 
     monkeypatch.setattr(mover, "_put", fail_at_times(mover._put))
     monkeypatch.setattr(mover, "_get", fail_at_times(mover._get))
-    assert converse(llm) == expected
+    assert converse(llm, PARAMS, NUM_TURNS) == expected
     assert llm.engine.scheduler.stats().num_failed_pages > 0
 
 

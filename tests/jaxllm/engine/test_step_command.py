@@ -4,34 +4,25 @@ import time
 
 import numpy as np
 import pytest
-from tiny_models import write_tiny_model
-from tiny_tokenizer import write_tokenizer
+from tiered_engine import converse, tiered_llm, write_model
 
-from jaxllm import LLM, SamplingParams
+from jaxllm import SamplingParams
 from jaxllm.engine.process.messages import decode_command, encode_command
 from jaxllm.engine.step_command import StepCommand
 from jaxllm.scheduler import PageMoves
 from jaxllm.scheduler.buckets import Bucket
 
-OPTIONS = {
-    "dtype": "float32",
-    "max_model_len": 128,
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 64,
-    "page_size": 8,
-    "num_pages": 30,  # less than half of what the conversations below come to have
-    "host_kv_gb": 0.01,
-    "kv_return_by": "copy",
-    "compilation_cache_dir": "",
-}
+PARAMS = [
+    SamplingParams(temperature=number % 2, seed=number, max_tokens=12, ignore_eos=True, logprobs=2)
+    for number in range(6)
+]
 
 
 @pytest.fixture(scope="module")
 def llms(tmp_path_factory):
     """Two of the same model."""
-    folder = write_tiny_model("gemma3", tmp_path_factory.mktemp("followed"))
-    write_tokenizer(folder)
-    llms = LLM(str(folder), **OPTIONS), LLM(str(folder), **OPTIONS)
+    folder = write_model("gemma3", tmp_path_factory.mktemp("followed"))
+    llms = tiered_llm(folder), tiered_llm(folder)
     yield llms
     for llm in llms:
         llm.engine.shutdown()
@@ -50,20 +41,6 @@ def record(runner, monkeypatch):
     return records
 
 
-def converse(llm):
-    """Conversations that take turns, each of which needs its history again; half of them sample."""
-    vocab_size = llm.engine.vocab_size
-    histories = [[(7 * number + 3 * index) % vocab_size for index in range(24)] for number in range(6)]
-    params = [
-        SamplingParams(temperature=number % 2, seed=number, max_tokens=12, ignore_eos=True, logprobs=2)
-        for number in range(6)
-    ]
-    for turn in range(3):
-        prompts = [{"prompt_token_ids": history} for history in histories]
-        for history, output in zip(histories, llm.generate(prompts, params, use_tqdm=False), strict=True):
-            history += [*output.outputs[0].token_ids, turn + 1]
-
-
 def test_a_runner_that_gets_the_same_bytes_has_the_same_caches_and_results(llms, monkeypatch):
     """With pages that go to the host and come back; one copy in three fails there, and half of them are slow here."""
     first, second = llms
@@ -79,7 +56,7 @@ def test_a_runner_that_gets_the_same_bytes_has_the_same_caches_and_results(llms,
 
     monkeypatch.setattr(mover, "_get", fail_at_times)
     records = record(first.engine.runner, monkeypatch)
-    converse(first)
+    converse(first, PARAMS, num_turns=3)
     commands = [decode_command(data) for data, _ in records]
     assert sum(bool(pages) for command in commands for _, pages in command.moves.writes) > 10
     assert any(not pages for command in commands for _, pages in command.moves.writes)
