@@ -140,6 +140,7 @@ class AsyncLLM:
         *,
         request_id: str | None = None,
         streams: bool = True,
+        on_abandoned: Callable[[OutputStream], None] | None = None,
         **changes: Any,
     ) -> OutputStream:
         """Queues a request. Returns when the engine has taken it in.
@@ -150,6 +151,8 @@ class AsyncLLM:
           request_id: for messages, and for `abort`; a new one if it is left out.
           streams: False where the deltas are not shown as they come, which is cheaper: there is one with the first
             token, and one at the end. With stop strings they come all the same.
+          on_abandoned: called when this is cancelled before the engine has answered, with the stream, to which what the
+            engine makes nevertheless is told, and the end.
           changes: single ones of the options, by their names, such as ``priority=1``.
 
         Raises InvalidRequestError, OverloadedError if there is no room now, or EngineDeadError.
@@ -173,12 +176,19 @@ class AsyncLLM:
         self._outputs.add(
             handles, weakref.ref(stream), prompt_token_ids=prompt_token_ids, params=params, arrival_time=now
         )
-        try:
-            await self._client.submit(handles, params.seeds(), request)
-        except BaseException:
+
+        def forget() -> None:
             for handle in handles:
                 self._outputs.forget(handle)
             stream.abandon()
+
+        try:
+            await self._client.submit(handles, params.seeds(), request, forget=forget)
+        except asyncio.CancelledError:
+            for handle in handles:
+                self._outputs.leave(handle, lambda: stream)
+            if on_abandoned is not None:
+                on_abandoned(stream)
             raise
         return stream
 

@@ -61,6 +61,7 @@ class CoreClient:
         self._last_heard = time.monotonic()
         self._ready = self._loop.create_future()  # done when the core is ready, or will never be
         self._submits: dict[int, asyncio.Future[None]] = {}  # by the first handle
+        self._unheard: dict[int, Callable[[], None]] = {}  # by the first handle: of submits that were cancelled
         self._questions: dict[int, asyncio.Future[bool]] = {}  # by the number
         self._numbers = itertools.count(1)
         self._connection: FrameSocket | None = None
@@ -75,23 +76,34 @@ class CoreClient:
         """Raises what the core could not start because of, or EngineDeadError if nobody is going to start it."""
         await asyncio.shield(self._ready)
 
-    async def submit(self, handles: list[int], seeds: list[int | None], request: CoreRequest) -> None:
+    async def submit(
+        self, handles: list[int], seeds: list[int | None], request: CoreRequest, *, forget: Callable[[], None]
+    ) -> None:
         """Returns when the core has queued the request for each of the handles.
 
-        Raises InvalidRequestError, OverloadedError, or EngineDeadError. When it is cancelled, or raises, the core
-        does not know the handles.
+        forget: called when it is certain that the core does not know the handles: before this raises something, or,
+            after it was cancelled, when the core's refusal comes. If that does not come, the ends of the handles do.
+
+        Raises InvalidRequestError, OverloadedError, or EngineDeadError.
         """
-        self._require_ready()
         try:
-            frame = encode(Submit(handles, seeds, request))
-        except (OverflowError, TypeError, UnicodeEncodeError) as error:
-            raise InvalidRequestError(f"the request cannot be sent to the engine: {error}") from error
-        taken = self._submits[handles[0]] = self._loop.create_future()
-        self._send_frame(frame)
-        try:
+            self._require_ready()
+            try:
+                frame = encode(Submit(handles, seeds, request))
+            except (OverflowError, TypeError, UnicodeEncodeError) as error:
+                raise InvalidRequestError(f"the request cannot be sent to the engine: {error}") from error
+            taken = self._submits[handles[0]] = self._loop.create_future()
+            self._send_frame(frame)
             await taken
         except asyncio.CancelledError:
+            if taken.cancelled():
+                self._unheard[handles[0]] = forget
+            elif taken.exception() is not None:
+                forget()
             self.end(handles, "abort")
+            raise
+        except Exception:
+            forget()
             raise
         finally:
             self._submits.pop(handles[0], None)
@@ -172,6 +184,7 @@ class CoreClient:
         for future in waiting:
             if not future.done():
                 future.set_exception(error)
+        self._unheard.clear()
 
     def _require_ready(self) -> None:
         if self.state != "ready":
@@ -225,8 +238,10 @@ class CoreClient:
             case Heartbeat():
                 self.stats = message.stats
             case Taken():
+                self._unheard.pop(message.handle, None)
                 _resolve(self._submits, message.handle, None)
             case Refused():
+                self._unheard.pop(message.handle, _nobody)()
                 error = _error(message.error, message.message, message.retry_after_s, message.param)
                 _resolve(self._submits, message.handle, error)
             case Answer():
@@ -258,3 +273,7 @@ def _error(name: str, message: str, retry_after_s: float | None = None, param: s
     if kind is OverloadedError:
         return OverloadedError(message, retry_after_s)
     return InvalidRequestError(message, param=param) if kind is InvalidRequestError else kind(message)
+
+
+def _nobody() -> None:
+    """Nobody has left before the answer."""

@@ -99,6 +99,7 @@ class Generation:
             resources.enter_context(server.drain.request())
             params = _with_limit(server, len(prompt_token_ids), params, default_max_tokens)
             _check_prompt(server, prompt_token_ids, params)
+            abandoned: list[OutputStream] = []
             try:
                 # The engine may be stuck, and keep no time.
                 async with asyncio.timeout(call.longest_wait_s) as waiting:
@@ -110,9 +111,17 @@ class Generation:
                         call.options,
                         request_id=request_id or f"gen-{uuid4().hex}",
                         streams=is_streamed if needs_pieces is None else needs_pieces,
+                        on_abandoned=abandoned.append,
                     )
             except TimeoutError:
-                raise (ClientLeftError() if watch.has_left else _late_start(call)) from None
+                error = ClientLeftError() if watch.has_left else _late_start(call)
+                for stream in abandoned:
+                    account = RequestAccount(
+                        server, call, params, num_prompt_tokens=len(prompt_token_ids), is_streamed=is_streamed
+                    )
+                    account.close("abort" if watch.has_left else "timeout", error.message)
+                    account.settle(stream, only_if_it_ran=True)
+                raise error from None
             return cls(
                 server,
                 http_request,
@@ -192,21 +201,7 @@ class Generation:
         self._stream.on_news = _nobody
         with self._resources:
             self._stream.close()
-            self._take_rest()
-
-    def _take_rest(self) -> None:
-        """Takes down what nobody reads, and closes the account when the engine has told the last of it."""
-        while (delta := self._stream.take()) is not None:
-            self._account.add(delta)
-        if not self._stream.is_complete:
-            self._stream.on_news = self._take_rest_soon
-        else:
-            self._account.report()
-
-    def _take_rest_soon(self) -> None:
-        """Not in the call that brings it, which brings news to others too."""
-        self._stream.on_news = _nobody
-        asyncio.get_running_loop().call_soon(self._take_rest)
+            self._account.settle(self._stream)
 
     def _failure_of(self, delta: OutputDelta) -> ApiError:
         match delta.finish_reason:

@@ -1,6 +1,8 @@
 """What a request has had of the engine."""
 
+import asyncio
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from jaxllm import OutputDelta, SamplingParams
@@ -8,6 +10,7 @@ from jaxllm.server.api.call import Call
 from jaxllm.server.observability.finished_request import FinishedRequest
 
 if TYPE_CHECKING:
+    from jaxllm import OutputStream
     from jaxllm.server.api.server import Server
 
 
@@ -63,8 +66,24 @@ class RequestAccount:
         for index in range(len(self._finish_reasons)):
             self._end(index, reason)
 
-    def report(self) -> None:
-        """Nothing more will come."""
+    def settle(self, stream: "OutputStream", *, only_if_it_ran: bool = False) -> None:
+        """Takes down what nobody reads, and reports when the engine has told the last of it.
+
+        only_if_it_ran: there is nothing to report of a request for which nothing was made.
+        """
+        while (delta := stream.take()) is not None:
+            self.add(delta)
+        if not stream.is_complete:
+            stream.on_news = partial(self._settle_soon, stream, only_if_it_ran)
+        elif self.num_output_tokens or not only_if_it_ran:
+            self._report()
+
+    def _settle_soon(self, stream: "OutputStream", only_if_it_ran: bool) -> None:
+        """Not in the call that brings news, which brings them to others too."""
+        stream.on_news = _nobody
+        asyncio.get_running_loop().call_soon(partial(self.settle, stream, only_if_it_ran=only_if_it_ran))
+
+    def _report(self) -> None:
         call = self._call
         self._server.finished(
             FinishedRequest(
@@ -114,3 +133,7 @@ class RequestAccount:
 
 def _earlier(time_: float | None, other: float | None) -> float | None:
     return other if time_ is None else time_ if other is None else min(time_, other)
+
+
+def _nobody() -> None:
+    """Nobody listens."""

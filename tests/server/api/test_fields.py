@@ -251,9 +251,9 @@ def observe(stub_server, monkeypatch):
     """What comes of a request: what the engine is asked for, and the answer."""
     llm, asked = stub_server.llm, list[Any]()
 
-    def submit(*asked_for, request_id, **options):
+    def submit(*asked_for, request_id, on_abandoned, **options):
         asked.append((asked_for, options))
-        return type(llm).submit(llm, *asked_for, request_id=request_id, **options)
+        return type(llm).submit(llm, *asked_for, request_id=request_id, on_abandoned=on_abandoned, **options)
 
     monkeypatch.setattr(llm, "submit", submit)
     templates = stub_server.app.state.server.templates

@@ -77,7 +77,7 @@ class World:
             finished=self.finished.append,
         )
 
-    async def _submit(self, prompt_token_ids, params, options, *, request_id, streams) -> Stream:
+    async def _submit(self, prompt_token_ids, params, options, *, request_id, streams, on_abandoned) -> Stream:
         asked = {"prompt_token_ids": prompt_token_ids, "params": params, "options": options, "streams": streams}
         self.submitted.append(asked)
         self.streams.append(Stream(request_id, self.scripts.pop(0)))

@@ -8,6 +8,8 @@ import httpx
 import pytest
 from metric_samples import samples
 
+from jaxllm.engine.process.messages import Taken
+
 MAX_TOKENS = 100
 ENDLESS = {"model": "tiny", "ignore_eos": True, "temperature": 1.0}
 
@@ -130,6 +132,22 @@ def test_a_request_that_nobody_waits_for_is_in_the_books_with_all_its_tokens(boo
         if left is not None and left.finish_reasons == ["abort"] and left.num_output_tokens > 1:
             return
     pytest.fail("no request was in the middle of its answer when its client left")
+
+
+def test_what_was_made_before_the_engine_heard_that_nobody_waits_is_in_the_books(books, monkeypatch):
+    """As when the engine's word that it has taken a request in and the end of the request's time pass each other."""
+    client = books.server.llm._client
+    hear = client._hear
+    monkeypatch.setattr(client, "_hear", lambda message: None if isinstance(message, Taken) else hear(message))
+
+    async def run():
+        async with httpx.AsyncClient(base_url=books.server.url, timeout=60.0) as client:
+            body = {"prompt": "abc", "max_tokens": MAX_TOKENS, "n": 2}
+            return await post(client, "late", "/v1/completions", body, timeout_s=0.1)
+
+    assert asyncio.run(run()).status_code == 503
+    num_made, num_counted = books.close()
+    assert num_made == num_counted == books.num_output_tokens() > 0
 
 
 @pytest.mark.parametrize("end", ["cancelled", "failed"])

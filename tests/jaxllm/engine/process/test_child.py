@@ -15,6 +15,7 @@ import pytest
 from stream_reading import collect
 
 from jaxllm import AsyncLLM, EngineConfig, EngineProcess, SamplingParams
+from jaxllm.engine.process.messages import Refused
 from jaxllm.errors import (
     ConfigError,
     EngineDeadError,
@@ -238,6 +239,25 @@ def test_a_submit_that_is_cancelled_leaves_nothing_behind(rig):
             with contextlib.suppress(asyncio.CancelledError):
                 await (await submit).aclose()
         await rig.until_idle()
+
+    rig.run(check())
+
+
+def test_a_refusal_that_comes_after_its_submit_was_cancelled_leaves_nothing_behind(rig, monkeypatch):
+    client, held = rig.llm._client, []
+    hear = client._hear
+    monkeypatch.setattr(client, "_hear", lambda m: held.append(m) if isinstance(m, Refused) else hear(m))
+
+    async def check():
+        submit = asyncio.ensure_future(rig.llm.submit(rig.llm.tokenizer.encode("!refuse"), SamplingParams()))
+        await rig.until(lambda: held)
+        submit.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await submit
+        assert len(rig.llm._outputs.keys) == 1, "it may still have been taken"
+        hear(*held)
+        assert not rig.llm._outputs.keys
+        assert not client._unheard
 
     rig.run(check())
 
